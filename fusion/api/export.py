@@ -114,13 +114,10 @@ def _import(program: ExportedProgram) -> MlirProgram:
         raise
     except Exception as problem:
         raise MlirExportError(f"torch-mlir refuses the program: {type(problem).__name__}: {problem}") from problem
-    return MlirProgram(module=module, attentions=tuple(f.name for f in functions), results=_results(program))
-
-
-def _results(program: ExportedProgram) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    results: Any = program.graph.output_node().args[0]
-    values = [node.meta["val"] for node in results if isinstance(node, torch.fx.Node)]
-    return tuple((tuple(int(extent) for extent in value.shape), value.dtype) for value in values)
+    outputs: Any = program.graph.output_node().args[0]
+    values = [node.meta["val"] for node in outputs if isinstance(node, torch.fx.Node)]
+    results = tuple((tuple(map(int, value.shape)), value.dtype) for value in values)
+    return MlirProgram(module=module, attentions=tuple(f.name for f in functions), results=results)
 
 
 def _replace_calls(module: Any, ir: Any) -> list[AttentionFunction]:

@@ -344,7 +344,9 @@ class Chunks:
         sizes: those of the call.
         """
         heads, n, _ = q.shape
-        q, k, v = (_in_chunks(x) for x in (q, k, v))
+        if missing := -n % CHUNK:  # rows of zeros at the end
+            q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, v))
+        q, k, v = (x.contiguous().unflatten(1, (-1, CHUNK)) for x in (q, k, v))
         near_k, near_v = (x if len(x) == heads else x[owner] for x in (k, v))
         out, normaliser = self.inside(q.flatten(0, 1), near_k.flatten(0, 1), near_v.flatten(0, 1), sizes)
         out, normaliser = (x.view(heads, -1, CHUNK, x.shape[-1]) for x in (out, normaliser[..., None]))
@@ -357,9 +359,3 @@ class Chunks:
             later, near = out[:, 1:], normaliser[:, 1:]
             later.mul_(near).add_(far[..., :-1]).div_(near.add_(far[..., -1:]))
         return out.flatten(1, 2)[:, :n]
-
-
-def _in_chunks(x: Tensor) -> Tensor:
-    """[h, N, d] as [h, chunks, CHUNK, d], with rows of zeros at the end."""
-    missing = -x.shape[1] % CHUNK
-    return (F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()).unflatten(1, (-1, CHUNK))

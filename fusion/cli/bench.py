@@ -71,11 +71,6 @@ def _models(arguments: argparse.Namespace) -> Iterator[models.Target]:
         yield models.Target(name=name, function=VARIANTS[variant], args=qkv, kwargs={}, options=chosen)
 
 
-def _positions(q: Tensor) -> tuple[Tensor, Tensor]:
-    n = torch.arange(q.shape[-2], device=q.device)
-    return n[:, None], n[None, :]
-
-
 def full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Plain attention."""
     return torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]), -1) @ v
@@ -83,7 +78,8 @@ def full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def causal(q: Tensor, k: Tensor, v: Tensor, change: Callable = lambda s, i, j: s, reach: float = math.inf) -> Tensor:
     """Key j is live for query i where j <= i, and no farther back than `reach`."""
-    i, j = _positions(q)
+    j = torch.arange(q.shape[-2], device=q.device)
+    i = j[:, None]
     scores = change(q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]), i, j)
     dead = j > i if reach == math.inf else (j > i) | (i - j >= reach)
     return torch.softmax(scores.masked_fill(dead, -math.inf), -1) @ v

@@ -225,7 +225,10 @@ def elements(spec: AttentionSpec, number: int) -> Elements | None:
     atoms, counts = {}, []
     for place, (variable, repeat, extent) in enumerate(zip((*spec.axes, *own), repeats, extents, strict=True)):
         atoms[variable if repeat is _ONE else integers.floordiv(variable, repeat)] = place
-        counts.append(_groups(extent, repeat))
+        groups = integers.floordiv(extent, repeat)
+        if extent.op == repeat.op == "const":
+            groups = integers.integer(-(-extent.integer // repeat.integer))
+        counts.append(groups)
     steps, first = [[_NONE] * len(index) for _ in repeats], [_NONE] * len(index)
     for dim, part in enumerate(index):
         for monomial, coefficient in integers.terms(part).items():
@@ -256,12 +259,6 @@ def _repeats(spec: AttentionSpec, index: tuple[Expr, ...]) -> tuple[Expr, ...] |
             return None
         repeats.append(_ONE if alone else quotients.pop().args[1] if quotients else extent)
     return tuple(repeats)
-
-
-def _groups(extent: Expr, repeat: Expr) -> Expr:
-    if extent.op == repeat.op == "const":
-        return integers.integer(-(-extent.integer // repeat.integer))
-    return integers.floordiv(extent, repeat)
 
 
 def _in_mixed_radix(steps: Sequence[tuple[Expr, Expr]]) -> bool:

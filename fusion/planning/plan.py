@@ -34,7 +34,7 @@ from fusion.planning.cpu import Times
 from fusion.planning.cpu_planner import MOST_ROWS
 from fusion.planning.problem import Problem, attention_of, problem_of
 from fusion.planning.register_tiles import planes_of, target_for
-from fusion.planning.schedules import SCHEDULES, elements, lower_bound, problem_sizes
+from fusion.planning.schedules import SCHEDULES, elements, lower_bound
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
@@ -330,7 +330,9 @@ def _with_cost(choice: Choice, spec: AttentionSpec, problem: Problem, machine: M
 
         times = choice_time(spec, problem, machine, choice)
     share, scores = (moved.live_share(*block), problem.computed_share(*computed)) if schedule.skips else (1.0, 1.0)
-    sizes = {**problem_sizes(moved), **choice.tiling, "B_r": block[0], "live": share}
+    extents = {"N_q": moved.n_q, "N_k": moved.n_k, "d": moved.d, "d_v": moved.d_v}  # of 0 they count as 1
+    sizes: dict[str, float] = {name: max(1, n) for name, n in extents.items()}
+    sizes |= {**choice.tiling, "B_r": block[0], "live": share}
     sizes["t"] = scores * (sum(table.bytes for table in problem.tables) / problem.element_bytes)
     sizes |= {f"live_{name[1:].lower()}": moved.live_share(tile.rows, tile.keys) for name, tile in choice.beside}
     bound = lower_bound(problem, machine.fast_elements(problem.dtype), backward)

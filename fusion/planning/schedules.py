@@ -100,12 +100,6 @@ def elements(formula: str, sizes: Mapping[str, float]) -> float:
     return float(eval(_compiled(formula), {"ceil": math.ceil, "max": max}, dict(sizes)))
 
 
-def problem_sizes(problem: Problem) -> dict[str, float]:
-    """Values of the formulas' sizes; of 0 they count as 1."""
-    sizes = {"N_q": problem.n_q, "N_k": problem.n_k, "d": problem.d, "d_v": problem.d_v}
-    return {name: max(1, size) for name, size in sizes.items()}
-
-
 def lower_bound(problem: Problem, capacity: float, backward: bool = False) -> float:
     """Elements that any schedule moves for all heads: the larger of what must be moved, and of what a fast memory of
     M = `capacity` elements imposes. The former reads each key head once however many query heads share it, and no key

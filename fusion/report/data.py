@@ -46,7 +46,8 @@ def report_data(report: Report) -> dict[str, Any]:
     first: dict[object, int] = {}
     sites = []
     for number, site in enumerate(report.sites):
-        same = first.setdefault(site.alike, number) if site.attentions else number
+        form = site.specs, *(tuple(sizes.items()) for sizes in site.sizes)  # equal layers run alike
+        same = first.setdefault(form, number) if site.attentions else number
         maps = report.options.get("tile_maps", "auto") == "auto"
         sites.append(_site(site, number, None if same == number else f"the same as [{same}]", maps))
     return {

@@ -162,11 +162,6 @@ class SiteReport:
             text = "".join(f"# {each}\n" for each in compiled) + aliases(spec, self.attentions[which].names) + text
         return OnMachine(plan(spec, gpu, sizes=sizes), text)
 
-    @property
-    def alike(self) -> tuple[object, ...]:
-        """Equal for sites that run alike: layers with the same specs and sizes."""
-        return (self.specs, *(tuple(sizes.items()) for sizes in self.sizes))
-
     # By attention; `plans` and `runs` (in words) as far as they are known by now.
     specs = property(lambda self: tuple(attention.spec for attention in self.attentions))
     sizes = property(lambda self: tuple(attention.sizes for attention in self.attentions))

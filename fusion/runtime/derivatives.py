@@ -39,7 +39,7 @@ from torch import Tensor
 from fusion.codegen.reference.derivatives import derivative
 from fusion.codegen.reference.forward import Execution
 from fusion.ir import AttentionSpec, Normalizer, Operand, Output, results
-from fusion.ir.derivative import Gradients, Place, Step, Tangents, from_text, signature, to_text
+from fusion.ir.derivative import Gradients, Step, Tangents, from_text, signature, to_text
 from fusion.ir.expr import C, E, I, J, const, loads
 from fusion.ir.records import expressions
 from fusion.ir.request import Request
@@ -142,13 +142,12 @@ def execute(inputs: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: 
 def fake(inputs: Sequence[Tensor], sizes: Sequence[int], spec: str, emitter: str, steps: str) -> list[Tensor]:
     """Empty results, each with the layout of the operand's gradient or of the result that it belongs to."""
     parsed = AttentionSpec.from_json(spec)
-
-    def empty(place: Place) -> Tensor:
-        if place.is_operand:
-            return results.empty_gradient(inputs[place.number], parsed.operands[place.number])
-        return results.empty_result(parsed, place.number, inputs[0], sizes)
-
-    return [empty(place) for place in signature(parsed, from_text(steps))[1]]
+    return [
+        results.empty_gradient(inputs[place.number], parsed.operands[place.number])
+        if place.is_operand
+        else results.empty_result(parsed, place.number, inputs[0], sizes)
+        for place in signature(parsed, from_text(steps))[1]
+    ]
 
 
 _QKV = range(3)
@@ -315,9 +314,6 @@ def _recorded(op: Any, name: str, backward: Backward, setup: Setup, derivative: 
         ctx.set_materialize_grads(False)
         return tuple(result) if isinstance(result, list) else result
 
-    def differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *backward(ctx, *gradients)
-
     def move(ctx: Any, _: None, *moving: Tensor | None) -> Any:
         assert derivative is not None
         with ctx.call.in_modes():
@@ -325,6 +321,7 @@ def _recorded(op: Any, name: str, backward: Backward, setup: Setup, derivative: 
             tangent_of = tangents(derivative(ctx.call.arguments_with(tensors)), tensors, moving)
         return tangent_of[0] if ctx.results is None else tuple(map(tangent_of.get, range(ctx.results)))
 
-    parts = {"forward": forward, "backward": differentiate} | ({"jvp": move} if derivative else {})
+    parts = {"forward": forward, "backward": lambda ctx, *gradients: (None, *backward(ctx, *gradients))}
+    parts |= {"jvp": move} if derivative else {}
     own = {key: staticmethod(part) for key, part in parts.items()}
     return type(f"{name}_gradient", (autograd.SingleLevelFunction,), own)

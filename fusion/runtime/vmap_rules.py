@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusion.ir.expr import Expr, coord, load, rebuild, size
-from fusion.ir.spec import AttentionSpec, Operand, Output
+from fusion.ir.spec import AttentionSpec, Output
 from fusion.ir.tile_map import MapSpec
 from fusion.torch_private.operators import schema
 
@@ -86,11 +86,13 @@ Names = tuple[str, ...]
 def batched(spec: AttentionSpec) -> AttentionSpec:
     """Spec of a batch of attentions; its last size is the number of them."""
     name = _new_size(spec.sizes)
+    orders = [tuple(dim + 1 for dim in operand.order) for operand in spec.operands]
+    described = zip(spec.operands, orders, strict=True)
     return spec.mapped(
         _shifted,
         sizes=(*spec.sizes, name),
         batch=(size(name), *spec.batch),
-        operands=tuple(map(_operand, spec.operands)),
+        operands=tuple(replace(o, rank=o.rank + 1, order=(0, *order) if order else ()) for o, order in described),
         q=_index(spec.q),
         k=_index(spec.k),
         v=_index(spec.v),
@@ -108,11 +110,6 @@ def batched_map(spec: MapSpec) -> MapSpec:
 
 def _new_size(sizes: Names) -> str:
     return next(name for k in range(len(sizes) + 1) if (name := f"mapped{k}") not in sizes)
-
-
-def _operand(operand: Operand) -> Operand:
-    order = tuple(dim + 1 for dim in operand.order)
-    return replace(operand, rank=operand.rank + 1, order=(0, *order) if order else ())
 
 
 def _names(names: Names) -> Names:

@@ -14,7 +14,7 @@ The formulas are those of equal shards; `Traffic` counts shards of any lengths. 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +26,7 @@ from fusion.ir.parts import run_of
 from fusion.machine import Machine
 from fusion.planning.plan import plan
 from fusion.planning.problem import Problem
+from fusion.planning.schedules import elements
 
 if TYPE_CHECKING:
     from fusion.ir import AttentionSpec
@@ -54,12 +55,6 @@ CALL = {"gpu": 5e-5, "cpu": 1e-3}
 latency are fitted to what short sequences take (docs/sequences.md)."""
 PRODUCTS = {"gather": (2, 5), "ring": (2, 7), "zigzag": (2, 7), "all_to_all": (2, 5), "mesh": (2, 7)}
 """Products of the size of the scores in the forward and the backward: the ring computes each block's weights anew."""
-
-
-@lru_cache(maxsize=64)
-def _compiled(formula: str) -> Callable[[Mapping[str, float]], float]:
-    code = compile(formula, formula, "eval")
-    return lambda values: float(eval(code, {}, values))  # the text is one of `FORMULAS`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,7 +191,7 @@ class Traffic:
     def sent(self, schedule: str) -> tuple[float, float]:
         """Elements that a device sends in the forward and the backward: for equal shards, the mean over devices."""
         symbols = self.symbols()
-        forward, backward = (_compiled(formula)(symbols) for formula in FORMULAS[schedule])
+        forward, backward = (elements(formula, symbols) for formula in FORMULAS[schedule])
         return forward, backward
 
     def most(self, schedule: str) -> tuple[float, float]:

@@ -303,12 +303,8 @@ def along_dimensions(run: Callable[[Tensor], Tensor], shape: Sequence[int]) -> C
     for dim, extent in enumerate(shape):
         numbers = torch.arange(extent).view([-1 if k == dim else 1 for k in range(len(shape))])
         tables.append(_line(run(numbers), dim - len(shape)))
-
-    def moved(index: Index) -> Index:
-        last = index[len(index) - len(shape) :]
-        return tuple(table[entry] for table, entry in zip(tables, last, strict=True))
-
-    return moved
+    last = lambda index: index[len(index) - len(shape) :]
+    return lambda index: tuple(table[entry] for table, entry in zip(tables, last(index), strict=True))
 
 
 def _line(result: Tensor, dim: int) -> Tensor:

@@ -169,11 +169,9 @@ def _leads_to_cache(here: Node) -> bool:
         through = views.is_view(node) or packet(node) in pointwise.BUILDERS or packet(node) in _THROUGH
         return list(filter(nodes.is_tensor, node.all_input_nodes)) if through else []
 
-    def is_cache(node: Node) -> bool:
-        gathered = packet(node) in indexing.READS and nodes.dtype(node).is_floating_point
-        return gathered or marks.stored(node) or nodes.dtype(node) in _PACKED
-
-    return any(map(is_cache, itertools.islice(nodes.walk_up([here], parents), _MOST_NODES)))
+    above = list(itertools.islice(nodes.walk_up([here], parents), _MOST_NODES))
+    gathered = any(packet(node) in indexing.READS and nodes.dtype(node).is_floating_point for node in above)
+    return gathered or any(marks.stored(node) or nodes.dtype(node) in _PACKED for node in above)
 
 
 def _is_kept(inner: PullBack, here: Node) -> bool:

@@ -165,7 +165,7 @@ def factors(node: Node, index: Index, contracted: Expr) -> Factors:
             extent=summed.extents[summed.dim],
         )
     args = arguments(node)
-    left, right = _pair(args)
+    left, right = next((args[x], args[y]) for x, y in _FACTORS if {x, y} <= args.keys())
     left_shape, right_shape = shape(left), shape(right)
     # A vector has no dimension for rows, or columns.
     rows, columns = len(left_shape) > 1, len(right_shape) > 1
@@ -182,10 +182,8 @@ def factors(node: Node, index: Index, contracted: Expr) -> Factors:
     )
 
 
-def _pair(args: dict[str, Any]) -> tuple[Node, Node]:
-    if "beta" in args:
-        return (args["batch1"], args["batch2"]) if "batch1" in args else (args["mat1"], args["mat2"])
-    return args["self"], args["mat2" if "mat2" in args else "other"]
+_FACTORS = ("batch1", "batch2"), ("mat1", "mat2"), ("self", "mat2"), ("self", "other")
+"""Names of the factors among the arguments of a product, the input that baddbmm and addmm add left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

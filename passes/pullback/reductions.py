@@ -201,12 +201,8 @@ def reduction_refusal(node: Node, extents: Sequence[Expr | None]) -> Refusal | N
 def blocking_op(node: Node, products: set[Node]) -> Node | None:
     """First operation from products down to a node, that included, which reads more than one element. An operation
     without any rule is preferred to softmaxes and sums over keys, which may have been followed."""
-
-    def parents(here: Node) -> list[Node]:
-        inputs = [] if is_contraction(here) else here.all_input_nodes
-        return [parent for parent in inputs if products & products_above(parent)]
-
-    way = nodes.walk_up([node], parents)
+    below = lambda here: [parent for parent in here.all_input_nodes if products & products_above(parent)]
+    way = nodes.walk_up([node], lambda here: [] if is_contraction(here) else below(here))
     taken = [here for here in way if not (is_pointwise(here) or is_view(here) or is_contraction(here))]
     return min(taken, key=lambda here: (is_reduction(here), here), default=None)
 

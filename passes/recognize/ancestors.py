@@ -108,7 +108,8 @@ class AncestorKinds:
 
     def _of(self, node: Node) -> AncestorKind:
         kind = packet(node)
-        if nodes.is_tensor(node) and _holds_integers(nodes.fake(node)):
+        dtype = nodes.dtype(node) if nodes.is_tensor(node) else torch.bool
+        if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
             return _NOTHING  # positions, of the largest weights perhaps, and no weights
         kinds = self.inputs(node)
         if AncestorKind.PRODUCT in kinds and head_sum(node) is not None:
@@ -133,10 +134,6 @@ def _normalizes_features(node: Node) -> bool:
     return packet(node) is aten.layer_norm and nodes.arguments(node)["weight"] is not None
 
 
-def _holds_integers(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
-
-
 def is_statistic(node: Node) -> bool:
     """Whether a node reduces its input."""
     return node.op == "call_function" and packet(node) in _STATISTICS
@@ -152,13 +149,8 @@ def looks_like_attention(kinds: AncestorKind) -> bool:
 def escaping_weights(graph: Graph) -> list[Node]:
     """Attention weights that a graph returns, or passes to the next graph; functions of a statistic of them, such as a
     loss, do not count."""
-    kinds = AncestorKinds(graph)
-
-    def whole(node: Node) -> list[Node]:
-        return [] if is_contraction(node) or is_statistic(node) else node.all_input_nodes
-
-    def are_weights(node: Node) -> bool:
-        return packet(node) in SOFTMAXES | {aten.exp, aten.exp2} and AncestorKind.PRODUCT in kinds[node]
+    kinds, made_by = AncestorKinds(graph), SOFTMAXES | {aten.exp, aten.exp2}
+    whole = lambda node: [] if is_contraction(node) or is_statistic(node) else node.all_input_nodes
 
     def count(node: Node) -> Expr | None:
         try:
@@ -167,7 +159,8 @@ def escaping_weights(graph: Graph) -> list[Node]:
             return None
 
     def holds(out: Node) -> bool:
-        return any(are_weights(node) and count(node) is count(out) for node in nodes.walk_up([out], whole))
+        weights = (n for n in nodes.walk_up([out], whole) if packet(n) in made_by and AncestorKind.PRODUCT in kinds[n])
+        return any(count(node) is count(out) for node in weights)
 
     return [out for out in graph.output_node().all_input_nodes if looks_like_attention(kinds[out]) and holds(out)]
 
@@ -204,10 +197,7 @@ def scales_rows(node: Node, kinds: AncestorKinds) -> bool:
 def _is_of_classes(weights: Node, kinds: AncestorKinds) -> bool:
     """Whether weights are softmaxes over the last dimension of outputs of linear layers alone. Products with one query
     and sums over heads are none."""
-
-    def parents(here: Node) -> list[Node]:
-        return [] if is_contraction(here) else here.all_input_nodes
-
+    parents = lambda here: [] if is_contraction(here) else here.all_input_nodes
     above, products = list(nodes.walk_up([weights], parents)), products_above(weights)
     normalised = [here for here in above if packet(here) in SOFTMAXES]
     return (

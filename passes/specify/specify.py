@@ -31,6 +31,7 @@ from .aux_outputs import AuxUse
 from .masks import fold_comparisons, understand
 
 aten = torch.ops.aten
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,9 @@ def specify(site: Site, attention: Attention, uses: Sequence[AuxUse] = ()) -> At
     products = attention.pullback.products
     main = products[_main_product(core, products)]
     accesses = (main.query, main.key, attention.value)
-    _require_float(accesses)
+    for dtype in (access.dtype for access in accesses):
+        if dtype not in _FLOATS:
+            raise Unsupported(Reason.DTYPE, f"attention over {str(dtype).removeprefix('torch.')} tensors")
     operands = [access.node for access in accesses]
     resolve = _Resolver(products, main, attention.pullback, operands)
     accesses = tuple(resolve.access(number, access) for number, access in enumerate(accesses))
@@ -119,10 +122,7 @@ def specify(site: Site, attention: Attention, uses: Sequence[AuxUse] = ()) -> At
 def _reached(site: Site, uses: Sequence[AuxUse], operands: Sequence[Node]) -> frozenset[int]:
     """Operands from which a path of nodes that autograd records leads to the results."""
     ends = {*operands}
-
-    def parents(here: Node) -> list[Node]:
-        return [] if here in ends else [parent for parent in here.all_input_nodes if marks.requires_grad(parent)]
-
+    parents = lambda here: [] if here in ends else [node for node in here.all_input_nodes if marks.requires_grad(node)]
     reached = {*nodes.walk_up([site.root, *(use.node for use in uses)], parents)}
     return frozenset(number for number, operand in enumerate(operands) if operand in reached)
 
@@ -240,12 +240,6 @@ def _with_scaled_values(attention: Attention, trained: bool) -> NormalizedScores
     if is_row_scale(scale, core.normalizer, trained):
         return replace(core, row_scale=(core.row_scale or ONE / ROW_SUM) * scale)
     return replace(core, weight=core.weight * scale)
-
-
-def _require_float(accesses: Sequence[Access]) -> None:
-    for access in accesses:
-        if access.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            raise Unsupported(Reason.DTYPE, f"attention over {str(access.dtype).removeprefix('torch.')} tensors")
 
 
 class _Resolver:
