@@ -122,8 +122,9 @@ def _mbarrier(parts: list[str], args: list[str], line: str) -> Run:
 
 
 def bulk_copy(parts: list[str], args: list[str], line: str) -> Run:
-    """Copy of a box to shared memory, 0xFF (NaN) until its barrier is waited for."""
-    if parts[3] != "tensor" or parts[5:7] != ["shared::cta", "global"] or len(args) != 3:
+    """Copy of a box to shared memory, 0xFF (NaN) until its barrier is waited for. A cluster has one block."""
+    ours = parts[5:7] in (["shared::cta", "global"], ["shared::cluster", "global"])
+    if parts[3] != "tensor" or not ours or len(args) != 3:
         raise NotImplementedError(f"the emulator has no such copy: {line}")
     source, coordinates = args[1].strip("[] ").split(",", 1)
 
