@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests.ptx.program import OPCODES, Maker, Run, list_of, opcode
-from tests.ptx.values import DTYPES, flushed, from_bfloat16, quotient, to_bfloat16
+from tests.ptx.values import DTYPES, PAIRS, flushed, from_bfloat16, quotient, to_bfloat16
 from tests.ptx.wave import UNSIGNED, Mask, Wave
 
 _WIDE: dict[Any, Any] = {np.int32: np.int64, np.uint32: np.uint64, np.int16: np.int32, np.uint16: np.uint32}
@@ -23,14 +23,14 @@ def _elementwise(compute: Callable[..., np.ndarray], dtype: Any = None) -> Maker
     """Maker of an opcode whose result is a function of its operands. dtype: of the operands, if not the opcode's."""
 
     def make(parts: list[str], args: list[str], line: str) -> Run:
-        operands, ftz, pairs = dtype or DTYPES[parts[-1]], "ftz" in parts, parts[-1] == "f32x2"
+        operands, ftz, pairs = dtype or DTYPES[parts[-1]], "ftz" in parts, PAIRS.get(parts[-1])
         if parts[-1] in ("bf16", "bf16x2"):
             return _in_bfloat16(compute, operands, args)
 
         def run(wave: Wave, mask: Mask) -> None:
             values = [wave.get(arg, operands) for arg in args[1:]]
             if pairs:
-                values = [np.ascontiguousarray(value).view(np.float32) for value in values]
+                values = [np.ascontiguousarray(value).view(pairs) for value in values]
             result = compute(*map(flushed, values)) if ftz else compute(*values)
             result = flushed(result) if ftz else result
             wave.put(args[0], result.view(operands) if pairs else result, mask)

@@ -44,6 +44,7 @@ NAN = np.where(LANES % 3 == 0, np.float32("nan"), F)
         ("mov.b64 %rd1, {%r1, %r2};\nmul.rn.f32x2 %rd2, %rd1, %rd1;\nmov.b64 {_, %r9}, %rd2;", F, G, G * G),
         ("mov.b64 %rd1, {%r1, %r3};\nadd.rn.f32x2 %rd2, %rd1, %rd1;\nmov.b64 {%r9, _}, %rd2;", F, G, F + F),
         ("mov.b64 %rd1, {%r1, %r3};\nadd.rn.f32x2 %rd2, %rd1, %rd1;\nmov.b64 {_, %r9}, %rd2;", F, G, F * np.nan),
+        ("abs.f16x2 %r9, %r1;", WORDS, WORDS, WORDS & 0x7FFF7FFF),
         ("ex2.approx.f32 %r9, %r1;", F, G, np.exp2(F.astype(np.float64)).astype(np.float32)),
         ("ex2.approx.ftz.f32 %r9, %r1;", np.full(32, np.float32(-140)), G, np.zeros(32, np.float32)),
         ("mad.lo.cc.u32 %r8, %r1, %r2, %r1;\nmadc.hi.u32 %r9, %r1, %r2, 7;", WORDS, WORDS[::-1].copy(),

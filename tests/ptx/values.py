@@ -10,9 +10,10 @@ DTYPES: dict[str, Any] = {
     "b8": np.uint8, "u8": np.uint8, "s8": np.int8, "b16": np.uint16, "u16": np.uint16, "s16": np.int16,
     "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "b64": np.uint64, "u64": np.uint64, "s64": np.int64,
     "f16": np.float16, "bf16": np.uint16, "bf16x2": np.uint32, "f32": np.float32, "f64": np.float64, "pred": np.bool_,
-    "f32x2": np.uint64,
+    "f32x2": np.uint64, "f16x2": np.uint32,
 }  # fmt: skip
 """By PTX's names; numpy has no bfloat16, whose bits are integers here, as are those of pairs."""
+PAIRS: dict[str, Any] = {"f32x2": np.float32, "f16x2": np.float16}
 LEAST_NORMAL = np.float32(2.0**-126)
 
 
