@@ -51,7 +51,7 @@ def onednn_may_run() -> bool:
     """Whether oneDNN is switched on, and torch itself would compute products of float32 matrices in float32. With tf32
     allowed it does on processors without AMX's half precision; with bfloat16 allowed its products are oneDNN's."""
     precision = _precision()
-    is_float32 = precision in _FULL or (precision == "tf32" and not torch.cpu._is_amx_fp16_supported())
+    is_float32 = precision in _FULL or (precision == "tf32" and not amx_has_float16())
     return torch._C._get_mkldnn_enabled() and is_float32
 
 

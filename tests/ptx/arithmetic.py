@@ -127,7 +127,8 @@ def _prmt(parts: list[str], args: list[str], line: str) -> Run:
 
 @opcode("min", "max")
 def _extremum(parts: list[str], args: list[str], line: str) -> Run:
-    """Of two operands, or three on sm_100: the number where one is NaN, or NaN with `.NaN`."""
+    """The larger or smaller of two operands, on sm_100 also of three. Of a number and NaN it is the number; with `.NaN`
+    it is NaN."""
     largest = parts[0] == "max"
     between = (np.maximum if largest else np.minimum) if "NaN" in parts else (np.fmax if largest else np.fmin)
 

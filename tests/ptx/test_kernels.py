@@ -115,8 +115,8 @@ def test_causal_in_bfloat16(target: str) -> None:
 
 @pytest.mark.parametrize("order", ["rotated", "spread"])
 def test_other_orders_in_float32(order: str) -> None:
-    """Of columns in two panels. What a condition defines is known to Triton's compiler within it alone, and to its
-    interpreter afterwards, too."""
+    """Heads of 48 columns, which two panels hold. A name that a condition defines exists only inside of it for Triton's
+    compiler; its interpreter knows it afterwards, too."""
     c = case("causal", "float32", 48)
     operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 40, "Nk": 40})
     with emulated("sm_80"):
