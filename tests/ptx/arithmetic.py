@@ -119,10 +119,16 @@ OPCODES |= {
 
 @opcode("prmt")
 def _prmt(parts: list[str], args: list[str], line: str) -> Run:
-    """Bytes of two registers; one of which no byte is taken may be unwritten."""
-    if not args[3].startswith("%") and not int(args[3].rstrip("U"), 0) & 0x4444:
-        args = [*args[:2], args[1], args[3]]
-    return _elementwise(_permutation, np.uint32)(parts, args, line)
+    """Bytes of two registers. Compilers move bytes that nothing has written, and drop them later: here all their bits
+    are set, so that a number made of them is NaN."""
+    compute = functools.partial(_elementwise(_permutation, np.uint32), parts)
+    plain = compute(args, line)
+
+    def run(wave: Wave, mask: Mask) -> None:
+        given = [arg if not arg.startswith("%") or arg in wave.registers else "0xFFFFFFFF" for arg in args[1:]]
+        (plain if given == args[1:] else compute([args[0], *given], line))(wave, mask)
+
+    return run
 
 
 @opcode("min", "max")

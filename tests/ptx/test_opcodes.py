@@ -67,6 +67,7 @@ NAN = np.where(LANES % 3 == 0, np.float32("nan"), F)
         ("lop3.b32 %r9, %r1, %r2, %r1, 0x96;", INTEGERS, INTEGERS[::-1].copy(), INTEGERS[::-1]),
         ("prmt.b32 %r9, %r1, %r2, 0x0123;", INTEGERS, INTEGERS, INTEGERS.byteswap()),
         ("prmt.b32 %r9, %r1, %r3, 0x3210U;", INTEGERS, INTEGERS, INTEGERS),  # %r3 was not written
+        ("prmt.b32 %r9, %r3, %r4, 0x3340U;", INTEGERS, INTEGERS, np.full(32, np.int32(-1))),  # neither was
         ("selp.b32 %r9, %r1, %r2, 1;", INTEGERS, -INTEGERS, INTEGERS),
         ("cvt.rzi.s32.f32 %r9, %r1;", 100 * F, G, (100 * F).astype(np.int32)),
         ("shfl.sync.bfly.b32 %r9, %r1, 5, 31, -1;", INTEGERS, INTEGERS, INTEGERS[LANES ^ 5]),
