@@ -11,6 +11,7 @@ from fusion.errors import OptionError
 from fusion.ir.request import Approximation, Request
 
 When = Literal["auto", "always", "never"]
+Linear = Literal["auto", "always", "never", "packed"]
 Approximate = Literal[None, "polynomial"]
 Sequences = Literal["auto", "gather", "ring", "zigzag", "mesh", "all_to_all"]
 
@@ -33,7 +34,8 @@ class Options:
         be as fast as code that stores the scores, for lengths that are fixed (docs/options.md), or "always"; "never"
         says that nothing is trained, although parameters require gradients.
     linear: whether products of float32 matrices on CPUs, as in linear layers, are computed by oneDNN: "auto" where that
-        was measured to be faster than MKL on this processor (docs/linear.md), "always", or "never".
+        was measured to be faster than MKL on this processor (docs/linear.md), "always", or "never"; "packed" is "auto"
+        with weights that are packed once in inference, and again when they change.
     autotune: measure a few tiles of each kernel at its first call (on CPUs in inference), and take the fastest from
         then on; `mode="max-autotune"` asks for it, too.
     strict: raise `StrictError` instead of leaving an attention unfused.
@@ -54,7 +56,7 @@ class Options:
     tile_maps: When = "auto"
     transforms: When = "auto"
     training: When = "auto"
-    linear: When = "auto"
+    linear: Linear = "auto"
     autotune: bool = False
     strict: bool = False
     verify: bool = True

@@ -8,11 +8,11 @@ The models are transformers', and a U-Net is diffusers', made from configuration
 than one text are padded. A runtime that is not installed fails, with a note: `pip install ".[runtimes]"` in a clone,
 and `pip install zentorch`, which asks for one version of torch; --python names the interpreter of an environment that
 has one. "fusion+tf32" is fusion where `torch.set_float32_matmul_precision("high")` allows less than float32,
-"fusion+frozen" where Inductor's `freezing` makes constants of weights, as the runtimes of others do. Errors are shares
-of what the project's rule allows beside eager mode, over real tokens. A runtime has one process for all rows of a model
-and a dtype; once all are ready, each is called for --seconds a row, in three turns. A first compilation takes up to a
-minute. Files are written after each row, and --append adds to one. --busy: one thread, and the processor time that the
-process takes.
+"fusion+packed" with `linear="packed"`, "fusion+frozen" where Inductor's `freezing` makes constants of weights. Errors
+are shares of what the project's rule allows beside eager mode, over real tokens. A runtime has one process for all rows
+of a model and a dtype; once all are ready, each is called for --seconds a row, in three turns. A first compilation
+takes up to a minute. Files are written after each row, and --append adds to one. --busy: one thread, and the processor
+time that the process takes.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ RUNTIMES: dict[str, Callable[[nn.Module, Inputs, Path], Call]] = {
     "Inductor": functools.partial(_compiled, "inductor", {}),
     "fusion": functools.partial(_compiled, "fusion", {}),
     "fusion+tf32": _with_tf32,
+    "fusion+packed": functools.partial(_compiled, "fusion", {"linear": "packed"}),
     "fusion+frozen": _frozen,
     "onnxruntime": _onnxruntime,
     "openvino": _openvino,

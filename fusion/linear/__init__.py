@@ -2,8 +2,8 @@
 
 On some processors MKL, which torch calls for float32, has less than half the speed of oneDNN, which torch contains. A
 pass of Inductor's, below autograd, lets the products of forward and backward graphs go to oneDNN where a measurement
-says that it is faster (docs/linear.md). Operands are read in place, at every call; weights alone that Inductor has
-frozen are packed.
+says that it is faster (docs/linear.md). Operands are read in place, at every call; weights alone are packed that
+Inductor has frozen, and parameters where that is asked for.
 
     settings(module, when)   Inductor's settings for a graph: the entry point
     counted(), notes(before) notes for the report
@@ -19,8 +19,8 @@ import torch
 from torch.fx import GraphModule
 
 from fusion.linear import products, speeds
-from fusion.linear.redirect import COUNTED, DTYPES, INSIDE, ProductsPass, is_large
-from fusion.options import When
+from fusion.linear.redirect import DTYPES, INSIDE, ProductsPass, counter, is_large, register_inductor_codegen
+from fusion.options import Linear
 from fusion.passes import nodes
 from fusion.torch_private import devices
 from fusion.torch_private.dynamo import counters
@@ -29,10 +29,14 @@ from fusion.torch_private.inductor import config
 log = logging.getLogger(__name__)
 
 
-def settings(module: GraphModule, when: When) -> dict[str, Any]:
+def settings(module: GraphModule, when: Linear) -> dict[str, Any]:
     """Inductor's settings under which products of this graph, and of its backward, go to the faster library, and
-    GELU takes less time; empty where none could. `"always"`: all products that can go to oneDNN do."""
-    dtypes = _dtypes_of_products(module) if when == "auto" else DTYPES
+    GELU takes less time; empty where none could. `"always"`: all products that can go to oneDNN do. `"packed"`: the
+    weights of an inference graph are packed."""
+    dtypes = DTYPES if when == "always" else _dtypes_of_products(module)
+    packed = when == "packed" and not torch.is_grad_enabled()
+    if packed and dtypes:
+        dtypes = DTYPES  # autocast makes others
     if when == "never" or not dtypes:
         return {}
     if reason := products.lacks():
@@ -42,7 +46,8 @@ def settings(module: GraphModule, when: When) -> dict[str, Any]:
         return {}
     others = config.post_grad_custom_pre_pass
     others = [] if others is None else others if isinstance(others, list) else [others]
-    ours = ProductsPass(when == "always", dtypes)
+    register_inductor_codegen()
+    ours = ProductsPass(when == "always", dtypes, packed)
     return {"post_grad_custom_pre_pass": [*others, ours] if others else ours}
 
 
@@ -58,20 +63,29 @@ def _say_once(reason: str) -> None:
     log.info("products stay with torch's library: %s", reason)
 
 
-def counted() -> tuple[int, int]:
-    """Products by oneDNN so far, and those with a GELU inside, by Inductor's counters, which it restores where it finds
-    a graph in its cache."""
-    return counters["inductor"][COUNTED], counters["inductor"][INSIDE]
+_COUNTERS = (counter(True, False), counter(True, True), counter(False, True), INSIDE)
 
 
-def notes(before: tuple[int, int]) -> list[str]:
-    """Note for a report: how many products of a graph are computed by oneDNN. before: `counted` before it was
-    compiled."""
-    count, inside = (now - then for now, then in zip(counted(), before, strict=True))
-    if not count:
-        return []
+def counted() -> tuple[int, ...]:
+    """Products so far by oneDNN, by oneDNN and MKL with packed weights, and those with a GELU inside, by Inductor's
+    counters, which it restores where it finds a graph in its cache."""
+    return tuple(counters["inductor"][name] for name in _COUNTERS)
+
+
+def notes(before: tuple[int, ...]) -> list[str]:
+    """Notes for a report: how many products of a graph are computed by oneDNN, and how many weights are packed. before:
+    `counted` before it was compiled."""
+    plain, packed, by_mkl, inside = (now - then for now, then in zip(counted(), before, strict=True))
+    result = [f"linear: {_products(by_mkl)} by MKL with packed weights"] if by_mkl else []
+    if not (count := plain + packed):
+        return result
     counters["fusion"]["products"] += count
     measured = speeds.known.get((torch.get_num_threads(), torch.float32))
+    weights = f", {packed} with packed weights" if packed else ""
     gelu = f", {inside} with GELU inside" if inside else ""
     at = f" ({measured})" if measured else ""
-    return [f"linear: {count} product{'s' * (count != 1)} by oneDNN{gelu}{at}"]
+    return [f"linear: {_products(count)} by oneDNN{weights}{gelu}{at}", *result]
+
+
+def _products(count: int) -> str:
+    return f"{count} product{'s' * (count != 1)}"

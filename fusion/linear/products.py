@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusion.torch_private import devices
 from fusion.torch_private.tensors import unset_fake_temporarily
@@ -33,34 +32,26 @@ def lacks() -> str:
     return devices.onednn_lacks()
 
 
-def product(x: Tensor, w: Tensor, bias: Tensor | None, gelu: str = "", frozen: bool = False) -> Tensor:
+Pack = Callable[[int], Iterable[Tensor]]
+
+
+def product(x: Tensor, w: Tensor, bias: Tensor | None, gelu: str = "", pack: Pack | None = None) -> Tensor:
     """`x: [m, k]` times `w: [n, k]`, transposed, plus `bias: [n]`, and its GELU where `gelu` names one. Operands may
     have any strides; one that oneDNN cannot read is copied for this call. Where less precision than float32's was
-    asked for, no sum is split. frozen: w never changes, and is packed at the first call."""
+    asked for, no sum is split. pack: the parts of w of a width, packed."""
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
     part = x.shape[1] if devices.products_may_round_more() else width(x.shape[1], x.dtype)
     # Copied one by one, into memory that was freed just now and is in the caches.
-    weights = _packed(w, part, x.shape[0]) if frozen else map(_dense, w.split(part, 1))
+    weights = pack(part) if pack else map(_dense, w.split(part, 1))
+    if part == x.shape[1]:
+        return devices.onednn_product(x, next(iter(weights)), bias, gelu)
     parts = zip(x.split(part, 1), weights, strict=True)
     left, right = next(parts)
-    if part == x.shape[1]:
-        return devices.onednn_product(x, right, bias, gelu)
     out = devices.onednn_product(_dense(left), right, bias)
     for left, right in parts:
         out = devices.onednn_product_and(_dense(left), right, out)
     return F.gelu(out, approximate=gelu) if gelu else out
-
-
-_parts: MutableMapping[Tensor, dict[int, list[Tensor]]] = WeakTensorKeyDictionary()
-"""Packed parts of frozen weights, by width."""
-
-
-def _packed(w: Tensor, width: int, rows: int) -> list[Tensor]:
-    parts = _parts.setdefault(w, {})
-    if width not in parts:
-        parts[width] = [devices.onednn_packed(part.contiguous(), rows) for part in w.split(width, 1)]
-    return parts[width]
 
 
 @functools.lru_cache(65536)

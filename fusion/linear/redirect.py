@@ -3,6 +3,7 @@ that pays."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,78 +13,113 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fusion.linear import activations, products, speeds
+from fusion.linear import activations, packing, products, speeds
 from fusion.passes import nodes
-from fusion.torch_private import devices
+from fusion.torch_private import devices, inductor
 from fusion.torch_private.dynamo import counters
 from fusion.torch_private.inductor import CustomGraphPass, is_packaging
 from fusion.torch_private.operators import register_fake
+from fusion.torch_private.tracing import is_watched
 
 
-def linear(x: Tensor, w: Tensor, bias: Tensor | None, gelu: str, chosen: bool, frozen: bool = False) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: str, chosen: bool, packed: str = "") -> Tensor:
     """`torch.ops.fusion.linear`, in graphs whose gradients are traced: `x: [m, k]` times `w: [n, k]`, transposed, plus
     `bias: [n]`, and GELU of that where `gelu` is the `approximate` of one. chosen: oneDNN was chosen when the graph was
-    compiled, as all sizes were known; otherwise the sizes of the call decide. frozen: w is a constant of the graph."""
+    compiled, as all sizes were known; otherwise the sizes of the call decide. packed: w may be packed, and this is how
+    the weight is stored; it may be transposed, and in another dtype."""
+    w = _stored_in_rows(weight, packed)
     if x.dtype is torch.float32:
         chosen = not products.stays(x.shape[0]) and (chosen or _pays(x, w))
+    may_be_packed = bool(packed) and packing.may_be_packed(weight, packed)
     if devices.onednn_may_run() and chosen:
-        return products.product(x, w, bias, gelu, frozen)
-    out = torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
+        pack = functools.partial(packing.for_onednn, weight, w, x) if may_be_packed else None
+        return products.product(x, w if pack else w.to(x.dtype), bias, gelu, pack)
+    w = w.to(x.dtype)
+    if may_be_packed and x.dtype is torch.float32 and (form := packing.for_mkl(weight, w, x.shape[0])) is not None:
+        out = devices.mkl_product(x, form, w, bias)
+    else:
+        out = torch.mm(x, w.t()) if bias is None else torch.addmm(bias, x, w.t())
     return F.gelu(out, approximate=gelu) if gelu else out
+
+
+def _stored_in_rows(weight: Tensor, packed: str) -> Tensor:
+    return weight.t() if packed == packing.COLUMNS else weight
 
 
 def _pays(x: Tensor, w: Tensor) -> bool:
     return speeds.onednn_pays(*x.shape, w.shape[0], products.copied(x, w), torch.get_num_threads())
 
 
-def _fake(x: Tensor, w: Tensor, bias: Tensor | None, gelu: str, chosen: bool, frozen: bool = False) -> Tensor:
-    return x.new_empty((x.shape[0], w.shape[0]))
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: str, chosen: bool, packed: str = "") -> Tensor:
+    return x.new_empty((x.shape[0], _stored_in_rows(weight, packed).shape[0]))
 
 
-VERSION = 6
+VERSION = 7
 """To be raised with every change of what the op computes or of the pass: Inductor's caches are keyed by it."""
 
 _library = torch.library.Library("fusion", "FRAGMENT")
 _library.define(
-    "linear(Tensor x, Tensor w, Tensor? bias, str gelu, bool chosen, bool frozen=False) -> Tensor",
+    "linear(Tensor x, Tensor weight, Tensor? bias, str gelu, bool chosen, str packed='') -> Tensor",
     tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag),
 )
 _library.impl("linear", linear, "CPU")
 register_fake(_library, "fusion::linear", _fake, __file__)
 
 
-aten = torch.ops.aten
+def called(*arguments: Any) -> Tensor:
+    """What Inductor's Python code calls: the operator where somebody watches operators, else its function, which saves
+    some 9 microseconds."""
+    return torch.ops.fusion.linear(*arguments) if is_watched() else linear(*arguments)
+
+
+def register_inductor_codegen() -> None:
+    """Let Inductor's Python code call the function; versions of torch without the hook call the operator."""
+    inductor.write_with("torch.ops.fusion.linear.default", _code)
+
+
+def _code(node: Any, wrapper: Any) -> str:
+    wrapper.add_import_once("from fusion.linear.redirect import called as fusion_linear")
+    return f"fusion_linear({', '.join(node.codegen_args())})"
+
+
+aten, prims = torch.ops.aten, torch.ops.prims
 GELU = 3
 """Position of that argument of `fusion::linear`."""
 DTYPES = (torch.float32, torch.bfloat16)
-COUNTED, INSIDE = "fusion_products_by_onednn", "fusion_gelu_inside"
-"""Names of Inductor's counters."""
+INSIDE = "fusion_gelu_inside"
+"""Name of Inductor's counter of products with GELU inside."""
 MANY = 1024
 """Rows, or terms, that are assumed of a size that is not known: where oneDNN is not faster then, nothing changes."""
+
+
+def counter(by_onednn: bool, packed: bool) -> str:
+    """Name of Inductor's counter of products."""
+    return f"fusion_{'packed_' * packed}products_by_{'onednn' if by_onednn else 'mkl'}"
 
 
 class ProductsPass(CustomGraphPass):
     """Sends float32 products on CPUs to the faster library, and lets GELU be computed in products where that is faster,
     or else in fewer operations. always: to oneDNN, and in products, whatever is faster. dtypes: those of the products.
+    packed: parameters are packed for their products.
 
     Packages of AOTInductor stay unchanged: they would need our operator where they run.
     """
 
-    def __init__(self, always: bool, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
-        self.always, self.threads = always, torch.get_num_threads()
+    def __init__(self, always: bool, dtypes: Sequence[torch.dtype] = DTYPES, packed: bool = False) -> None:
+        self.always, self.threads, self.packed = always, torch.get_num_threads(), packed
         self.dtypes = tuple(filter(devices.onednn_has, dtypes))
 
     def __call__(self, graph: Graph) -> None:
         if is_packaging() or not devices.onednn_may_run():
             return
         for node in graph.nodes:
-            if (product := _product(node)) is None:
+            if (product := _product(node, self.packed)) is None:
                 continue
-            call = node
-            if self._goes(product, node):
-                call = _replace(graph, node, product, self.always or product.is_chosen)
-                counters["inductor"][COUNTED] += 1
-                if (gelu := self._gelu(product, call)) is not None:
+            call, by_onednn = node, self._goes(product, node)
+            if by_onednn or self._packs(product):
+                call = _replace(graph, node, product, by_onednn and (self.always or product.is_chosen))
+                counters["inductor"][counter(by_onednn, bool(product.packed))] += 1
+                if by_onednn and (gelu := self._gelu(product, call)) is not None:
                     call.update_arg(GELU, gelu.approximate)
                     gelu.remove()
                     counters["inductor"][INSIDE] += 1
@@ -93,19 +129,26 @@ class ProductsPass(CustomGraphPass):
     def uuid(self) -> str:
         """Key of everything but the graph that results depend on."""
         chosen = [] if self.always else [speeds.of_threads(self.threads, dtype) for dtype in self.dtypes]
-        return f"fusion, products {VERSION}, {self.threads} threads, {self.dtypes}: {chosen or 'always'}"
+        return f"fusion, products {VERSION}, {self.threads} threads, {self.dtypes}: {chosen or 'always'}" + (
+            ", packed" if self.packed else ""
+        )
+
+    def _packs(self, product: _Product) -> bool:
+        """Whether the weight of a product that stays with its library is packed."""
+        rows = product.x.shape[0]
+        return product.packed in (packing.ROWS, packing.COLUMNS) and (not isinstance(rows, int) or rows >= products.FEW)
 
     def _goes(self, product: _Product, node: Node) -> bool:
         (m, k), n, dtype = product.x.shape, product.w.shape[0], product.x.dtype
         if dtype not in self.dtypes or k == 0:
             return False
         if dtype is torch.bfloat16:  # oneDNN's anyway
-            return self._gelu(product, node) is not None
+            return bool(product.packed) or self._gelu(product, node) is not None
         if self.always:
             return True
-        if product.is_frozen and products.stays(product.x.shape[0]):
+        if product.packed and products.stays(product.x.shape[0]):
             return False
-        copied = products.copied(product.x, product.w) if product.is_static and not product.is_frozen else 0
+        copied = products.copied(product.x, product.w) if product.is_static and not product.packed else 0
         m, k, n = (size if isinstance(size, int) else MANY for size in (m, k, n))
         return speeds.onednn_pays(m, k, n, copied, self.threads)
 
@@ -132,14 +175,14 @@ def is_large(value: Any) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Product:
     """x: [m, k] and w: [n, k], as fake tensors; left: [.., m, k], right: [.., k, n] and the added tensor, as nodes.
-    is_frozen: w is a constant, and right is of its shape."""
+    packed: right is a weight that may be packed, stored in this way."""
 
     x: Tensor
     w: Tensor
     left: Node
     right: Node
     added: Node | None
-    is_frozen: bool = False
+    packed: str = ""
 
     @property
     def bias(self) -> Node | None:
@@ -163,7 +206,7 @@ class _Product:
     def turned(self) -> float:
         """Elements of a weight that is known not to be in rows, for each element of the result."""
         m, k = self.x.shape
-        if self.is_frozen or not _are_known(*self.w.shape, *self.w.stride()) or self.w.is_contiguous():
+        if self.packed or not _are_known(*self.w.shape, *self.w.stride()) or self.w.is_contiguous():
             return 0.0
         return k / (max(m, 1) if isinstance(m, int) else MANY)
 
@@ -172,8 +215,8 @@ def _are_known(*sizes: Any) -> bool:
     return all(isinstance(size, int) for size in sizes)
 
 
-def _product(node: Node) -> _Product | None:
-    """Product of a node that oneDNN can compute, else None."""
+def _product(node: Node, packed: bool = False) -> _Product | None:
+    """Product of a node that oneDNN can compute, else None. packed: with the parameter that may be packed."""
     if devices.is_mkl_product(node):
         return _frozen(node)
     if node.target not in (aten.mm.default, aten.addmm.default, aten.bmm.default):
@@ -191,7 +234,25 @@ def _product(node: Node) -> _Product | None:
         if not isinstance(x.shape[0], int) or x.shape[0] != 1:
             return None
         x, w = x[0], w[0]
-    return _Product(x=x, w=w.mT, left=left, right=right, added=added[0] if added else None)
+    weight, stored = _weight(right, x.dtype) if packed and x.dim() == nodes.fake(left).dim() else (None, "")
+    return _Product(x=x, w=w.mT, left=left, right=weight or right, added=added[0] if added else None, packed=stored)
+
+
+def _weight(right: Node, dtype: torch.dtype) -> tuple[Node | None, str]:
+    """Matrix that a graph reads, of which an operand `[k, n]` is the transpose or a cast to this dtype, and how it is
+    stored."""
+    turned = False
+    while True:
+        match right.target, right.args:
+            case aten.permute.default, (Node() as of, [1, 0]):
+                right, turned = of, not turned
+            case prims.convert_element_type.default, (Node() as of, to) if to is dtype:
+                right = of
+            case _:
+                break
+    if right.op != "placeholder" or not _is_ours(nodes.fake(right)):
+        return None, ""
+    return right, packing.ROWS if turned else packing.COLUMNS
 
 
 def _frozen(node: Node) -> _Product | None:
@@ -204,7 +265,7 @@ def _frozen(node: Node) -> _Product | None:
     weight: Any = getattr(node.graph.owning_module, str(w.target), None)
     if not _is_ours(weight) or value.dim() != 2:
         return None
-    return _Product(x=value, w=weight, left=x, right=w, added=bias, is_frozen=True)
+    return _Product(x=value, w=weight, left=x, right=w, added=bias, packed=packing.CONSTANT)
 
 
 def _is_ours(value: Any) -> bool:
@@ -229,8 +290,8 @@ def _replace(graph: Graph, node: Node, product: _Product, chosen: bool) -> Node:
     with graph.inserting_before(node):
         if batched:
             left, right = call(product.x, aten.select.int, left, 0, 0), call(product.w.mT, aten.select.int, right, 0, 0)
-        turned = right if product.is_frozen else call(product.w, aten.permute.default, right, [1, 0])
-        arguments = left, turned, bias, "", chosen, product.is_frozen
+        weight = right if product.packed else call(product.w, aten.permute.default, right, [1, 0])
+        arguments = left, weight, bias, "", chosen, product.packed
         result = linear = call(value[0] if batched else value, torch.ops.fusion.linear.default, *arguments)
         if batched:
             result = call(value, aten.unsqueeze.default, result, 0)

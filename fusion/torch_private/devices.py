@@ -92,6 +92,17 @@ def onednn_packed(w: Tensor, rows: int) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(w, rows)
 
 
+def mkl_packed(w: Tensor, rows: int) -> Tensor:
+    """`w: [n, k]`, contiguous, in float32, as MKL reads it fastest in products of just so many rows; for
+    `mkl_product`."""
+    return torch.ops.mkl._mkl_reorder_linear_weight(w, rows)
+
+
+def mkl_product(x: Tensor, packed: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """`x: [m, k]` times `w: [n, k]`, transposed, plus `bias: [n]`, from w packed for m rows."""
+    return torch.ops.mkl._mkl_linear(x, packed, w, bias, x.shape[0])
+
+
 def is_mkl_product(node: Node) -> bool:
     """Whether a node is a product that Inductor gave to MKL as it froze a graph. Arguments: `x: [m, k]`, the packed
     weight, `w: [n, k]`, the bias or None, m."""

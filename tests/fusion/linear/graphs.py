@@ -15,17 +15,36 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
 
 from fusion.linear.redirect import ProductsPass
+from fusion.linear.speeds import ROWS, SIZES, Speeds
 
 WIDTHS = (1, 2, 7, 16, 33, 64, 100)
 DEPTHS = (0, 500, 1030)
 """Of sums that are empty, or computed in parts."""
 
 
-def redirected(module: GraphModule, example_inputs: Any) -> Callable[..., Any]:
-    """A backend: all products of the forward and the backward graph by oneDNN, everything else as eager runs it."""
+def given(mkl: float, own: float, overhead: float = 1e-5) -> Speeds:
+    """Speeds of a processor on which the libraries do so many GFLOP/s, and a call of oneDNN takes a while."""
+    flops = [2 * m * k * n for m in ROWS for k, n in SIZES]
+    return Speeds(
+        mkl=tuple(f / mkl / 1e9 for f in flops),
+        onednn=tuple(overhead + f / own / 1e9 for f in flops),
+        copy=1e-10,
+        sweep=1e-10,
+        apart=(4e-10, 1e-9),
+        inside=(2e-10, 3e-10),
+        turned=1e-10,
+        threads=torch.get_num_threads(),
+    )
+
+
+def redirected(
+    module: GraphModule, example_inputs: Any, always: bool = True, packed: bool = False
+) -> Callable[..., Any]:
+    """A backend: all products of the forward and the backward graph by oneDNN, everything else as eager runs it.
+    always: also where it is slower; packed: parameters are packed."""
 
     def compiled(graph: GraphModule, _: Any) -> Callable[..., Any]:
-        ProductsPass(always=True)(graph.graph)
+        ProductsPass(always, packed=packed)(graph.graph)
         graph.graph.lint()
         graph.recompile()
         return make_boxed_func(graph.forward)

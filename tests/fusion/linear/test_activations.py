@@ -54,7 +54,7 @@ def gelus(module: torch.nn.Module, x: torch.Tensor, training: bool = False) -> l
     passed = []
     real = products.product
 
-    def product(x, w, bias, gelu="", frozen=False):
+    def product(x, w, bias, gelu="", pack=None):
         passed.append(gelu)
         return real(x, w, bias, gelu)
 

@@ -12,41 +12,15 @@ import fusion
 from fusion import linear
 from fusion.caching import OncePerKey
 from fusion.cli import main
-from fusion.linear import products, speeds
+from fusion.linear import packing, products, speeds
 from fusion.linear.redirect import ProductsPass
-from fusion.linear.speeds import ROWS, SIZES, Speeds
+from fusion.linear.speeds import ROWS, SIZES
 from fusion.torch_private import devices
 from fusion.torch_private.inductor import CustomGraphPass, config
+from tests.fusion.linear.graphs import given
 from tests.numerics import assert_runs_as_exact_as_eager
 
 pytestmark = pytest.mark.skipif(bool(products.lacks()), reason=products.lacks() or "it is there")
-
-
-def given(mkl: float, own: float, overhead: float = 1e-5) -> Speeds:
-    """Speeds of a processor on which the libraries do so many GFLOP/s, and a call of oneDNN takes a while."""
-    flops = [2 * m * k * n for m in ROWS for k, n in SIZES]
-    return Speeds(
-        mkl=tuple(f / mkl / 1e9 for f in flops),
-        onednn=tuple(overhead + f / own / 1e9 for f in flops),
-        copy=1e-10,
-        sweep=1e-10,
-        apart=(4e-10, 1e-9),
-        inside=(2e-10, 3e-10),
-        turned=1e-10,
-        threads=torch.get_num_threads(),
-    )
-
-
-@pytest.fixture
-def set_speeds(monkeypatch: pytest.MonkeyPatch):
-    def put(found: Speeds) -> None:
-        speeds.onednn_pays.cache_clear()
-        known = OncePerKey()
-        known[torch.get_num_threads(), torch.float32] = known[torch.get_num_threads(), torch.bfloat16] = found
-        monkeypatch.setattr(speeds, "known", known)
-
-    yield put
-    speeds.onednn_pays.cache_clear()
 
 
 class Layers(torch.nn.Module):
@@ -149,10 +123,10 @@ def test_frozen_weights_are_packed_for_the_faster_library(rows: int, set_speeds)
     """Where Inductor would pack them for MKL. With two or three rows MKL is more exact."""
     set_speeds(given(200, 450, overhead=0))
     module, x = Layers(1024).requires_grad_(False), torch.randn(rows, 1024)
-    before = len(products._parts)
+    before = len(packing.packed)
     with config.patch(freezing=True):
         assert compiled(module, x)[1] == (0 if products.stays(rows) else 2)
-    assert len(products._parts) == before + (0 if products.stays(rows) else 2)
+    assert len(packing.packed) == before + (0 if products.stays(rows) else 2)
 
 
 @pytest.mark.parametrize(("precision", "has_tf32"), [("bf16", False), ("tf32", True), ("tf32", False)])

@@ -127,18 +127,6 @@ def test_a_weight_that_changes_is_read_anew() -> None:
     assert_same(linear(x, w), 2 * before)
 
 
-@pytest.mark.parametrize("k", [40, 600, 3072])
-def test_frozen_weights_give_the_same_bits(k: int) -> None:
-    w, bias = torch.randn(48, k), torch.randn(48)
-    for rows in (1, 5, 64):
-        x = torch.randn(rows, k)
-        frozen = torch.ops.fusion.linear(x, w, bias, "tanh", True, True)
-        assert_same(frozen, torch.ops.fusion.linear(x, w, bias, "tanh", True))
-    packed = len(products._parts)
-    del w
-    assert len(products._parts) == packed - 1, "what was packed goes with the weight"
-
-
 def test_the_operator_is_one_to_torch() -> None:
     for bias in (None, torch.randn(48)):
         for gelu, chosen in itertools.product(("", "none", "tanh"), (False, True)):
