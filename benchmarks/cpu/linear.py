@@ -2,11 +2,13 @@
 
     python -m benchmarks.cpu.linear products [--seconds 0.4] [--busy]
     python -m benchmarks.cpu.linear deep
+    python -m benchmarks.cpu.linear packed
 
 products: the forward and both products of the backward, as graphs have them, m x k x n; * where oneDNN is chosen. deep:
 sums of 3072 terms, with another weight in every call, as in a model: in parts as fusion computes them, by MKL, in parts
-that are dense already, and in one call. Whole models: `benchmarks.models.runtimes`; training:
-`benchmarks.models.training`.
+that are dense already, and in one call. packed: products with a bias, in float32 and bfloat16, another weight in every
+call, with weights as they are ("fusion") and packed by either library (oneDNN: for one row, and for 128). Whole models:
+`benchmarks.models.runtimes`; training: `benchmarks.models.training`.
 """
 
 from __future__ import annotations
@@ -70,5 +72,20 @@ def deep(options: argparse.Namespace) -> Iterator[Case]:
         })  # fmt: skip
 
 
+def packed(options: argparse.Namespace) -> Iterator[Case]:
+    pairs = itertools.product(options.lengths or (16, 128, 256, 512, 1024), ((768, 768), (768, 3072), (3072, 768)))
+    for dtype, (m, (k, n)) in itertools.product((torch.bfloat16, torch.float32), list(pairs)):
+        x, bias = torch.randn(m, k).to(dtype), torch.randn(n).to(dtype)
+        weights = [torch.randn(n, k).to(dtype) for _ in range(5)]
+        functions = {"fusion": in_turn(lambda x, w, b=bias: torch.addmm(b, x, w.t()), x, weights)}
+        for rows in (1, 128):
+            forms = [devices.onednn_packed(w, rows) for w in weights]
+            functions[f"oneDNN, {rows}"] = in_turn(lambda x, w, b=bias: devices.onednn_product(x, w, b), x, forms)
+        if dtype is torch.float32:
+            both = [(devices.mkl_packed(w, m), w) for w in weights]
+            functions["MKL"] = in_turn(lambda x, ws, b=bias: devices.mkl_product(x, *ws, b), x, both)
+        yield Case(name=f"{str(dtype)[6:]} {m} x {k} x {n}", tensors=[], functions=functions)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main(__doc__, {"products": products, "deep": deep}))
+    raise SystemExit(main(__doc__, {"products": products, "deep": deep, "packed": packed}))
