@@ -54,6 +54,17 @@ def test_arguments_of_products_that_inductor_gives_to_mkl() -> None:
     assert not devices.is_mkl_product(graph.call_function(torch.ops.aten.mm.default))
 
 
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch is built without MKL")
+def test_weights_packed_for_mkl() -> None:
+    """Also where a product has another number of rows than the weight was packed for."""
+    w, bias = torch.randn(50, 40), torch.randn(1).expand(50)
+    packed = devices.mkl_packed(w, 64)
+    for x in (torch.randn(64, 40), torch.randn(40, 64).mT, torch.randn(9, 40)):
+        for b in (bias, None):
+            eager, exact = (F.linear(x.to(t), w.to(t), b if b is None else b.to(t)) for t in (w.dtype, torch.float64))
+            assert_as_exact_as_eager(devices.mkl_product(x, packed, w, b), eager, exact, check_strides=True)
+
+
 @needs_onednn
 def test_weights_are_read_at_every_call() -> None:
     x, w = torch.randn(9, 40), torch.randn(50, 40)
