@@ -247,7 +247,8 @@ def _without_overflow(
     ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, unshifted: bool, mixed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(eager, float64), where eager alone is not finite: what float64 has; where neither is, or float64's number is at
-    the end of the dtype's range, where rounding decides: nothing to compare."""
+    the end of the dtype's range, where rounding decides: nothing to compare. An infinity has the sign of float64's
+    number, unless eager has NaN: terms of both signs overflowed there, of which one is enough for either infinity."""
     if not ours.is_floating_point() or ours.shape != eager.shape:
         return eager, exact
     missing = ours.isfinite() & ~eager.isfinite()
@@ -256,7 +257,8 @@ def _without_overflow(
     limits = torch.finfo(ours.dtype)
     rounding = GROSS * limits.eps * magnitude(exact)
     at_the_end = exact.isfinite() & (exact.abs() + rounding > limits.max)
-    beyond = (ours.sign() == exact.sign()) & (at_the_end | (exact.isfinite() & ours.isinf() & ~eager.isfinite()))
+    both = exact.isfinite() & ours.isinf() & ~eager.isfinite()
+    beyond = ((ours.sign() == exact.sign()) & (at_the_end | both)) | (both & eager.isnan())
     if mixed:
         beyond |= missing
     if unshifted:  # of weights, a key that overflows makes the whole row NaN, eager's only at the key itself
