@@ -2,8 +2,8 @@
 
 On some processors MKL, which torch calls for float32, has less than half the speed of oneDNN, which torch contains. A
 pass of Inductor's, below autograd, lets the products of forward and backward graphs go to oneDNN where a measurement
-says that it is faster (docs/linear.md). Operands are read in place, at every call; weights alone are packed that
-Inductor has frozen, and parameters where that is asked for.
+says that it is faster (docs/linear.md). Operands are read in place at every call. Weights are packed where Inductor has
+frozen them, and parameters where that is asked for.
 
     settings(module, when)   Inductor's settings for a graph: the entry point
     counted(), notes(before) notes for the report

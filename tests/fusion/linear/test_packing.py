@@ -200,6 +200,14 @@ def test_a_model(dynamic: bool, library: str, set_speeds) -> None:
     assert len(packing.packed) == before + 2
 
 
+def test_a_processor_without_bfloat16_in_onednn(monkeypatch) -> None:
+    monkeypatch.setattr(devices, "onednn_has", lambda dtype: dtype is torch.float32)
+    model, x, before = Model().bfloat16(), torch.randn(40, 64).bfloat16(), len(packing.packed)
+    with fusion.collect_reports() as reports:
+        assert_same(torch.compile(model, backend="fusion", options={"linear": "packed"})(x), model(x))
+    assert len(packing.packed) == before and not any(report.notes for report in reports)
+
+
 def test_training_reads_weights_as_they_are() -> None:
     model, before = Model(), len(packing.packed)
     with torch.enable_grad():
