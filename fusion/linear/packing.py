@@ -17,7 +17,7 @@ from fusion.linear import products
 from fusion.torch_private import devices, tensors
 
 CONSTANT, ROWS, COLUMNS = "constant", "rows", "columns"
-"""How a weight that may be packed is stored: a constant of the graph, `[n, k]`; a parameter, `[n, k]` or `[k, n]`."""
+"""Kinds of weights that may be packed: a constant of the graph, `[n, k]`; a parameter, `[n, k]` or `[k, n]`."""
 MANY = 256
 """Rows above which oneDNN is faster, with several threads, if weights were packed for one row. AMX, two threads,
 bfloat16, k x n = 3072 x 768 (benchmarks/results/2026-11-30-packed-weights.md): 512 rows take 2.2 ms with the weight as

@@ -113,14 +113,14 @@ class Draw:
         return self.rng.choice([*kinds, *masks])()
 
     def row_scale(self) -> Expr:
-        """What rows are multiplied by, in place of one over their sum."""
+        """What rows are multiplied by, in place of one over their sum. Every program's factor reads that sum."""
         kinds: list[Callable[[], Expr]] = [
             lambda: apply("div", const(1.0), apply("fadd", ROW_SUM, apply("exp", apply("neg", ROW_MAX)))),
             lambda: apply("div", const(1.0), apply("fadd", ROW_SUM, const(0.5))),
             lambda: apply("div", const(1.0), apply("maximum", ROW_SUM, const(3.0))),
             lambda: apply("div", const(1.0), apply("sqrt", ROW_SUM)),
             lambda: apply("div", apply("exp", apply("minimum", ROW_MAX, const(20.0))), ROW_SUM),  # no infinity times 0
-            lambda: const(0.125),
+            lambda: apply("div", const(0.125), ROW_SUM),
         ]
         return self.rng.choice(kinds)()
 
@@ -137,13 +137,17 @@ class Draw:
         return index, apply("fmul", value if dtype == "int8" else value - const(128.0), scale)
 
     def aux_output(self, normalizer: Normalizer) -> AuxOutput:
-        """Weights, a reduction of them, or what is made of a row's maximum and sum."""
+        """Weights, a reduction of them, or what is made of a row's maximum and sum. Where rows without a key are 0, of
+        a sum only its logarithm is read: programs with others are not fused."""
         left = self.rng.sample(["b0", "b1"], 2)
         kind = self.rng.choice(["table", "rows", "keys"] + ["row"] * (normalizer is not Normalizer.NONE))
         if kind == "row":
             infinite = apply("feq", apply("abs", ROW_MAX), const(math.inf))
             log_sum = where(infinite, ROW_MAX, apply("fadd", ROW_MAX, apply("log", ROW_SUM)))
-            return AuxOutput(value=self.rng.choice([ROW_MAX, ROW_SUM, log_sum]), dims=(*left, "i"), dtype="float32")
+            value = self.rng.choice([ROW_MAX, ROW_SUM, log_sum])
+            if normalizer is Normalizer.SAFE_SOFTMAX and value is ROW_SUM:
+                value = log_sum
+            return AuxOutput(value=value, dims=(*left, "i"), dtype="float32")
         value = self.of_weight()
         if kind == "table":
             return AuxOutput(value=value, dims=(*self.rng.sample([*left, "i"], 3), "j"), dtype=self.dtype)
