@@ -36,9 +36,11 @@ def selected_softmax(core: Expr, condition: Expr) -> Expr | None:
     """Softmax with the same values where `condition` holds, the only ones that are read, and with correct dead rows. A
     dead row is NaN if any of its keys is selected, else 0. That is a softmax where scores are -inf under the condition
     only, and a safe one where they never are under it; None where neither can be shown."""
+    columns = core.args[1:] if core.op == "scaled_softmax" else core.args
+    if infinities_may_cancel(columns[0]):  # a weight of NaN that is not selected is 0, and not a product with 0
+        return None
     if core.attr != "softmax":
         return core
-    columns = core.args[1:] if core.op == "scaled_softmax" else core.args
     if not may_be_infinite(columns[0], conjuncts(apply("not", condition))):
         return core
     if may_be_infinite(columns[0], conjuncts(condition)):
@@ -149,6 +151,30 @@ def may_be_infinite(value: Expr, known: Sequence[Expr] = ()) -> bool:
     """Whether a value may be infinite where all of `known` holds and Q and K are finite. A load over keys or queries
     may be: it may be a mask. So may a sum or a product of fills that are finite."""
     return _largest(value, tuple(known)) == math.inf
+
+
+@functools.lru_cache(maxsize=4096)
+def infinities_may_cancel(value: Expr, known: tuple[Expr, ...] = ()) -> bool:
+    """Whether a score may be NaN at one key, as a difference of two infinities is, where all of `known` holds. (Of a
+    row's maximum there is only one in a row of nothing but -inf, which is NaN as a whole.)"""
+    if value.is_const:
+        return value.kind is Kind.FLOAT and math.isnan(value.value)
+    if value.op == "where":
+        condition, then, otherwise = value.args
+        return infinities_may_cancel(then, (*known, *conjuncts(condition))) or infinities_may_cancel(
+            otherwise, (*known, *conjuncts(apply("not", condition)))
+        )
+    if value.op in ("fsub", "fadd") and not any(map(free_of_keys, value.args)):
+        left, right = value.args
+        if (value.op == "fsub" or _is_negated(left) != _is_negated(right)) and all(
+            may_be_infinite(arg, known) for arg in (left, right)
+        ):
+            return True
+    return any(infinities_may_cancel(arg, known) for arg in value.args if arg.kind is Kind.FLOAT)
+
+
+def _is_negated(value: Expr) -> bool:
+    return value.op == "neg" or (value.op in ("fmul", "div") and value.args[1].is_const and value.args[1].value < 0)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -151,3 +151,42 @@ def test_masks_of_data_and_of_scores(function, special, rows):
     q, k, v, pad = given(torch.float32, special)
     (site,) = as_exact_as_eager(function, [q[:, :, 5 : 5 + rows], k, v, pad])
     assert site.fused
+
+
+def lerped(q, k, v, pad):
+    """NaN where a key is masked, as -inf less -inf is."""
+    live = pad[:, None, None]
+    s = (q @ k.mT * 0.3).masked_fill(~live, -math.inf)
+    near = torch.arange(LENGTH) <= torch.arange(LENGTH)[:, None]
+    p = torch.lerp(torch.where(near, s, -10000.0), s, 0.3).softmax(-1)
+    return torch.where(live, p, 0.0) @ v
+
+
+def a_difference_of_masks(q, k, v, pad):
+    live = pad[:, None, None]
+    s = (q @ k.mT * 0.3).masked_fill(~live, -math.inf)
+    return (2 * s - torch.where(live, 0.5, -math.inf)).softmax(-1).masked_fill(~live, 0.0) @ v
+
+
+def a_negated_mask(q, k, v, pad):
+    live = pad[:, None, None]
+    s = (q @ k.mT * 0.3).masked_fill(~live, -math.inf)
+    return (s + -1.0 * torch.where(live, 0.5, -math.inf)).softmax(-1).masked_fill(~live, 0.0) @ v
+
+
+@pytest.mark.parametrize("function", [lerped, a_difference_of_masks, a_negated_mask], ids=lambda f: f.__name__)
+def test_weights_of_nan_that_are_not_selected_are_zero(function):
+    """In a product with 0, as a kernel has it, they would be NaN, and the gradient of V there, too."""
+    (site,) = as_exact_as_eager(function, given(torch.float32, 1.0), gradients=True)
+    assert not site.fused and site.refusal.kind is Reason.MASKED_AFTER
+
+
+def two_masks(q, k, v, pad):
+    live = pad[:, None, None]
+    s = (q @ k.mT * 0.3).masked_fill(~live, -math.inf) + torch.where(live, 0.0, -math.inf)
+    return (s - s.amax(-1, keepdim=True)).softmax(-1).masked_fill(~live, 0.0) @ v
+
+
+def test_sums_of_masks_are_not_nan():
+    (site,) = as_exact_as_eager(two_masks, given(torch.float32, 1.0), gradients=True)
+    assert site.fused, site.reason
