@@ -402,8 +402,10 @@ def write_through_alias(w: Writer, rng: random.Random) -> None:
 
 
 def _variable(w: Writer, rng: random.Random) -> tuple[str, int]:
-    """One of Q, K, V, scores and weights, and the number of a statement before which it has been made."""
-    name = rng.choice([name for name in ("q", "k", "v", "s", "p") if name in w.arguments or _made(w, name)])
+    """One of Q, K, V, scores and weights, or an argument of a program that names none of them so, and the number of a
+    statement before which it has been made."""
+    names = [name for name in ("q", "k", "v", "s", "p") if name in w.arguments or _made(w, name)]
+    name = rng.choice(names or [*w.arguments])
     return name, rng.choice([n + 1 for n in _made(w, name)] or [0])
 
 
