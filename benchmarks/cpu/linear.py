@@ -2,12 +2,12 @@
 
     python -m benchmarks.cpu.linear products [--seconds 0.4] [--busy]
     python -m benchmarks.cpu.linear deep
-    python -m benchmarks.cpu.linear packed
+    python -m benchmarks.cpu.linear packed [--dtype bfloat16]
 
 products: the forward and both products of the backward, as graphs have them, m x k x n; * where oneDNN is chosen. deep:
 sums of 3072 terms, with another weight in every call, as in a model: in parts as fusion computes them, by MKL, in parts
-that are dense already, and in one call. packed: products with a bias, in float32 and bfloat16, another weight in every
-call, with weights as they are ("fusion") and packed by either library (oneDNN: for one row, and for 128). Whole models:
+that are dense already, and in one call. packed: products with a bias, another weight in every call,
+with weights as they are ("fusion") and packed by either library (oneDNN: for one row, and for 128). Whole models:
 `benchmarks.models.runtimes`; training: `benchmarks.models.training`.
 """
 
@@ -74,7 +74,8 @@ def deep(options: argparse.Namespace) -> Iterator[Case]:
 
 def packed(options: argparse.Namespace) -> Iterator[Case]:
     pairs = itertools.product(options.lengths or (16, 128, 256, 512, 1024), ((768, 768), (768, 3072), (3072, 768)))
-    for dtype, (m, (k, n)) in itertools.product((torch.bfloat16, torch.float32), list(pairs)):
+    dtype = getattr(torch, options.dtype)
+    for m, (k, n) in pairs:
         x, bias = torch.randn(m, k).to(dtype), torch.randn(n).to(dtype)
         weights = [torch.randn(n, k).to(dtype) for _ in range(5)]
         functions = {"fusion": in_turn(lambda x, w, b=bias: torch.addmm(b, x, w.t()), x, weights)}
@@ -84,7 +85,7 @@ def packed(options: argparse.Namespace) -> Iterator[Case]:
         if dtype is torch.float32:
             both = [(devices.mkl_packed(w, m), w) for w in weights]
             functions["MKL"] = in_turn(lambda x, ws, b=bias: devices.mkl_product(x, *ws, b), x, both)
-        yield Case(name=f"{str(dtype)[6:]} {m} x {k} x {n}", tensors=[], functions=functions)
+        yield Case(name=f"{m} x {k} x {n}", tensors=[], functions=functions)
 
 
 if __name__ == "__main__":

@@ -75,25 +75,37 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-MODELS = "2026-11-29-models-batches"
-RUNTIMES = {
-    "float32": ("fusion", "fusion+tf32", "openvino", "zentorch", "onnxruntime"),
-    "bfloat16": ("fusion", "openvino", "zentorch"),
+MODELS = {
+    "2026-11-29-models-batches": {
+        "float32": ("fusion", "fusion+tf32", "openvino", "zentorch", "onnxruntime"),
+        "bfloat16": ("fusion", "openvino", "zentorch"),
+    },
+    "2026-11-30-packed-models": {
+        "float32": ("fusion", "fusion+packed", "openvino", "onnxruntime"),
+        "bfloat16": ("fusion", "fusion+packed", "openvino"),
+    },
 }
-NAMES = {"fusion+tf32": "fusion, tf32 allowed", "openvino": "OpenVINO", "onnxruntime": "ONNX Runtime"}
+"""Result files, and the runtimes of their columns by dtype."""
+NAMES = {"fusion+tf32": "fusion, tf32 allowed", "fusion+packed": "fusion, packed", "openvino": "OpenVINO",
+         "onnxruntime": "ONNX Runtime"}  # fmt: skip
 
 
 def models() -> str:
-    """The table of docs/performance.md, in Markdown: milliseconds, the least of a row and dtype in bold, and "!" where
-    the error is more than the rule allows, which is not counted."""
+    """The tables of docs/performance.md, in Markdown."""
+    return "\nOn a Xeon with AMX:\n\n".join(_models(name, runtimes) for name, runtimes in MODELS.items())
+
+
+def _models(file: str, runtimes: dict[str, tuple[str, ...]]) -> str:
+    """A table of a result file: milliseconds, the least of a row and dtype in bold, and "!" where the error is more
+    than the rule allows, which is not counted."""
     rows: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
-    for row in tables(MODELS)["Whole models beside other runtimes"]:
+    for row in tables(file)["Whole models beside other runtimes"]:
         rows.setdefault((row["model"], row["B x N"]), {})[row["dtype"]] = row
-    heads = [f"{NAMES.get(name, name)}, {dtype}" for dtype, names in RUNTIMES.items() for name in names]
+    heads = [f"{NAMES.get(name, name)}, {dtype}" for dtype, names in runtimes.items() for name in names]
     lines = [f"| model | B x N | {' | '.join(heads)} |", "|---|---|" + "---:|" * len(heads)]
     for (title, sizes), row in rows.items():
         texts: list[str] = []
-        for dtype, names in RUNTIMES.items():
+        for dtype, names in runtimes.items():
             cells = [row.get(dtype, {}).get(name, "").partition(" ") for name in names]
             times = [time + "!" * (float(share.strip("()") or 0) > 1) for time, _, share in cells]
             right = [time for time in times if time.replace(".", "").isdigit()]

@@ -20,8 +20,8 @@ CONSTANT, ROWS, COLUMNS = "constant", "rows", "columns"
 """Kinds of weights that may be packed: a constant of the graph, `[n, k]`; a parameter, `[n, k]` or `[k, n]`."""
 MANY = 256
 """Rows above which oneDNN is faster, with several threads, if weights were packed for one row. AMX, two threads,
-bfloat16, k x n = 3072 x 768 (benchmarks/results/2026-11-30-packed-weights.md): 512 rows take 2.2 ms with the weight as
-it is, 3.5 packed for these rows and 1.9 packed for one; 128 rows 0.76, 0.63 and 0.70."""
+bfloat16, k x n = 3072 x 768 (benchmarks/results/2026-11-30-packed-weights.md): 512 rows take 1.9 ms with the weight as
+it is, 3.1 packed for 128 rows and 1.8 packed for one; 128 rows 0.80, 0.59 and 0.62."""
 MOST = 2
 """Numbers of rows for which MKL's form of a weight is kept: it serves no other."""
 
