@@ -2,10 +2,11 @@
 
 What remains without all of them is the core. `python -m tests.test_rooms` counts the lines of its files: those of
 fusion/ and passes/ of which a function runs while plain, masked, biased and grouped attention are compiled, proved and
-run, in inference and in training, on a CPU. (Functions that run when a module is imported, to make its tables, do not
-count.)
+run, in inference and in training, on a CPU; and those lines without the functions that do not run. (Functions that run
+when a module is imported, to make its tables, do not count.)
 """
 
+import ast
 import os
 import re
 import shutil
@@ -97,18 +98,18 @@ def without(words: list[str], text: str) -> str:
 
 TRACED = """
 import os, sys, threading
-folder, files = os.getcwd(), set()
+folder, ran = os.getcwd(), set()
 def note(frame, event, _):
-    path = frame.f_code.co_filename
-    if event == "call" and path.startswith(folder) and path not in files:
+    place = frame.f_code.co_filename, frame.f_code.co_firstlineno
+    if event == "call" and place[0].startswith(folder) and place not in ran:
         while frame is not None and frame.f_code.co_name != "<module>":
             frame = frame.f_back
         if frame is None or frame.f_code.co_filename == "<string>":
-            files.add(path)
+            ran.add(place)
 threading.setprofile(note)
 sys.setprofile(note)
 """
-"""Program before `CORE` that notes the files of which a function runs."""
+"""Program before `CORE` that notes the functions that run: file and first line, that of a decorator if there is one."""
 
 
 def emptied(folder: Path, names: list[str]) -> None:
@@ -135,20 +136,35 @@ def test_the_core_works_without(name: str, tmp_path: Path) -> None:
     assert run(tmp_path, CORE).endswith("passed\n")
 
 
-def core() -> dict[str, int]:
-    """Lines of the core, by file."""
+def core() -> dict[str, tuple[int, int]]:
+    """Lines of the core, by file: all, and those without the functions that do not run."""
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as cache:
         folder = Path(name).resolve()
         emptied(folder, list(ROOMS))
-        program = f"{TRACED}\n{CORE}\nsys.setprofile(None)\nprint(*files, sep='\\n')"
-        lines = run(folder, program, TORCHINDUCTOR_CACHE_DIR=cache).splitlines()[1:]
-        paths = {Path(line).resolve() for line in lines}
-        counts = {path.relative_to(folder).as_posix(): len(path.read_text().splitlines()) for path in paths}
+        program = f"{TRACED}\n{CORE}\nsys.setprofile(None)\nfor place in ran: print(*place)"
+        ran: dict[Path, set[int]] = {}
+        for line in run(folder, program, TORCHINDUCTOR_CACHE_DIR=cache).splitlines()[1:]:
+            name, _, first = line.rpartition(" ")
+            ran.setdefault(Path(name).resolve(), set()).add(int(first))
+        counts = {path.relative_to(folder).as_posix(): _lines(path, firsts) for path, firsts in ran.items()}
     return {name: count for name, count in sorted(counts.items()) if not name.startswith("codegen/")}
+
+
+def _lines(path: Path, ran: set[int]) -> tuple[int, int]:
+    """Lines of a file, and those without its functions of which no line in `ran` is the first."""
+    text = path.read_text()
+    everything, idle = len(text.splitlines()), set[int]()
+    for function in ast.walk(ast.parse(text)):
+        if isinstance(function, ast.FunctionDef):
+            first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
+            own = range(first, (function.end_lineno or first) + 1)
+            idle |= set() if ran & set(own) else set(own)
+    return everything, everything - len(idle)
 
 
 if __name__ == "__main__":
     counted = core()
-    for name, count in counted.items():
-        print(f"{count:5} {name}")
-    print(f"{sum(counted.values())} lines in {len(counted)} files")
+    for name, (everything, run_lines) in counted.items():
+        print(f"{everything:5} {run_lines:5} {name}")
+    totals = [sum(column) for column in zip(*counted.values(), strict=True)]
+    print(f"{totals[0]} lines in {len(counted)} files, {totals[1]} without the functions that do not run")
