@@ -1,16 +1,17 @@
 """Weights in the order in which a library reads them fastest, packed at the first product, and again once they change.
 
-A change is seen by the version of the tensor, which every operation of torch that writes raises, and by its address.
-A write that passes torch's versions by (`parameter.data`, a NumPy array on the same memory) is not seen.
+A change is seen by the version of the tensor, which every operation of torch that writes raises, by its address, and by
+its first, middle and last bytes. So a write that torch does not count (to `parameter.data`, to a NumPy array on the
+same memory) is seen if it reaches one of these.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusion.linear import products
@@ -22,6 +23,8 @@ MANY = 256
 """Rows above which oneDNN is faster, with several threads, if weights were packed for one row. AMX, two threads,
 bfloat16, k x n = 3072 x 768 (benchmarks/results/2026-11-30-packed-weights.md): 512 rows take 1.9 ms with the weight as
 it is, 3.1 packed for 128 rows and 1.8 packed for one; 128 rows 0.80, 0.59 and 0.62."""
+PROBE = 64
+"""Bytes that are read in three places of a weight."""
 MOST = 2
 """Numbers of rows for which MKL's form of a weight is kept: it serves no other."""
 
@@ -30,15 +33,31 @@ Name = tuple[str, bool, int]
 width of parts or the number of rows."""
 
 
-@dataclass(slots=True)
 class _Packed:
-    """Packed forms of a weight, each by what packed it and a size. storage: held, so that no other weight gets its
+    """Packed forms of a weight as it is now, each by its name. The storage is held, so that no other weight gets its
     address."""
 
-    version: int
-    address: int
-    storage: UntypedStorage
-    forms: dict[Name, list[Tensor]] = field(default_factory=dict)
+    def __init__(self, weight: Tensor) -> None:
+        self.forms: dict[Name, list[Tensor]] = {}
+        self.version, self.address, self._storage = _version(weight), weight.data_ptr(), weight.untyped_storage()
+        (rows, columns), (down, right) = weight.shape, weight.stride()
+        end = ((rows - 1) * down + (columns - 1) * right + 1) * weight.element_size()
+        view = ctypes.c_char * min(PROBE, end)
+        last = end - ctypes.sizeof(view)
+        self._views = [view.from_address(self.address + place) for place in (0, last // 2, last)]
+        self._bytes = self._read()
+
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether the weight has not changed, as far as is seen. Bytes are read where its memory is still the same."""
+        unchanged = self.version == _version(weight) and self.address == weight.data_ptr()
+        return unchanged and self._bytes == self._read()
+
+    def _read(self) -> list[bytes]:
+        return [view.raw for view in self._views]
+
+
+def _version(weight: Tensor) -> int:
+    return 0 if weight.is_inference() else tensors.version(weight)
 
 
 packed: MutableMapping[Tensor, _Packed] = WeakTensorKeyDictionary()
@@ -48,7 +67,7 @@ def may_be_packed(weight: Tensor, stored: str) -> bool:
     """Whether this is a tensor that lives on after the call, and that shows when it changes. Tensors that were made in
     inference mode have no version. The libraries pack no tensor without an element."""
     lives_on = stored == CONSTANT or (isinstance(weight, torch.nn.Parameter) and not weight.is_inference())
-    return lives_on and weight.numel() > 0
+    return lives_on and weight.numel() > 0 and weight.data_ptr() != 0
 
 
 def for_onednn(weight: Tensor, w: Tensor, x: Tensor, width: int) -> list[Tensor]:
@@ -80,9 +99,7 @@ def _form(weight: Tensor, name: Name, pack: Callable[[], list[Tensor]]) -> list[
 
 
 def _forms(weight: Tensor) -> dict[Name, list[Tensor]]:
-    """Packed forms of a weight as it is now."""
-    version = 0 if weight.is_inference() else tensors.version(weight)
     kept = packed.get(weight)
-    if kept is None or (kept.version, kept.address) != (version, weight.data_ptr()):
-        kept = packed[weight] = _Packed(version, weight.data_ptr(), weight.untyped_storage())
+    if kept is None or not kept.is_of(weight):
+        kept = packed[weight] = _Packed(weight)
     return kept.forms

@@ -108,6 +108,9 @@ CHANGES = {
                                        torch.optim.SGD([weight], lr=0.1).step()),
     "other memory": lambda weight: setattr(weight, "data", torch.randn_like(weight)),
     "other memory, twice": lambda weight: [setattr(weight, "data", torch.randn_like(weight)) for _ in range(2)],
+    "unseen by torch": lambda weight: weight.data.mul_(2),
+    "merged": lambda weight: setattr(weight, "data", weight.data.add_(torch.randn(48, 1) @ torch.randn(1, 96))),
+    "by NumPy": lambda weight: numpy.copyto(numpy.asarray(weight.detach()), 0.5),
     "set": lambda weight: weight.set_(torch.randn_like(weight)),
 }  # fmt: skip
 
@@ -125,12 +128,21 @@ def test_changes_are_seen(change: str, chosen: bool, set_speeds) -> None:
     assert not torch.equal(now, before)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (48, 96)], ids=str)
+@pytest.mark.parametrize("place", [0, -1], ids=["first", "last"])
+def test_bytes_at_the_ends_are_compared(shape: tuple[int, int], place: int) -> None:
+    for make in (torch.randn, lambda n, k: torch.randn(2 * n, 3 * k)[::2, 1::3], lambda n, k: torch.randn(k, n).t()):
+        x, weight = torch.randn(64, shape[1]), nn.Parameter(make(*shape))
+        before = packed(x, weight)
+        weight.data[place, place] += 100
+        assert not torch.equal(packed(x, weight), before)
+
+
 def test_changes_that_are_not_seen() -> None:
-    """What the page says: writes that pass torch's versions by."""
+    """Writes, as the page says, that torch does not count and that leave the first, middle and last bytes."""
     x, weight = torch.randn(64, 96), nn.Parameter(torch.randn(48, 96))
     before = packed(x, weight)
-    weight.data.mul_(2)
-    numpy.asarray(weight.detach())[:] = 1
+    weight.data[3, 7] += 100
     assert_same(packed(x, weight), before)
     torch.autograd.graph.increment_version(weight)
     assert not torch.equal(packed(x, weight), before)
