@@ -84,7 +84,7 @@ def packed(options: argparse.Namespace) -> Iterator[Case]:
             functions[f"oneDNN, {rows}"] = in_turn(lambda x, w, b=bias: devices.onednn_product(x, w, b), x, forms)
         if dtype is torch.float32:
             both = [(devices.mkl_packed(w, m), w) for w in weights]
-            functions["MKL"] = in_turn(lambda x, ws, b=bias: devices.mkl_product(x, *ws, b), x, both)
+            functions["MKL"] = in_turn(lambda x, ws, b=bias: devices.mkl_product(x, ws[0], ws[1], b), x, both)
         yield Case(name=f"{m} x {k} x {n}", tensors=[], functions=functions)
 
 
