@@ -91,11 +91,8 @@ def _with_vanishing_fills(column: Expr, shift: Expr, factor: float) -> Expr:
     there = rebuild(shift, lambda part: fill if part is ROW_MAX else None)
     distance = fill - there
     if distance.is_const and distance.value >= _VANISHES or (there is not shift and not there.is_const):
-        raise Unsupported(
-            Reason.SOFTMAX_BY_HAND,
-            "a softmax by hand that subtracts a value which depends on a mask's finite fill",
-            column,
-        )
+        message = "a softmax by hand that subtracts a value which depends on a mask's finite fill"
+        raise Unsupported(Reason.SOFTMAX_BY_HAND, message, column)
     return const(-math.inf)
 
 
@@ -114,7 +111,7 @@ def may_be_high(value: Expr, sign: float = 1.0) -> bool:
     """Whether a value, or with a sign of -1 its negative, may be a finite constant far above all scores."""
     if value.is_const:
         return value.kind is Kind.FLOAT and -_LOW <= sign * value.value < math.inf
-    if value.op == "neg" or value.op in ("fmul", "div") and value.args[1].is_const and value.args[1].value < 0:
+    if _is_negated(value):
         return may_be_high(value.args[0], -sign)
     if value.op == "fsub":
         return may_be_high(value.args[0], sign) or may_be_high(value.args[1], -sign)
@@ -161,15 +158,13 @@ def infinities_may_cancel(value: Expr, known: tuple[Expr, ...] = ()) -> bool:
         return value.kind is Kind.FLOAT and math.isnan(value.value)
     if value.op == "where":
         condition, then, otherwise = value.args
-        return infinities_may_cancel(then, (*known, *conjuncts(condition))) or infinities_may_cancel(
-            otherwise, (*known, *conjuncts(apply("not", condition)))
-        )
-    if value.op in ("fsub", "fadd") and not any(map(free_of_keys, value.args)):
-        left, right = value.args
-        if (value.op == "fsub" or _is_negated(left) != _is_negated(right)) and all(
-            may_be_infinite(arg, known) for arg in (left, right)
-        ):
-            return True
+        if condition.op == "flt" and is_number(condition.args[1], math.inf):  # by `_scaled_or_nan`
+            return infinities_may_cancel(then, known)
+        sides = (condition, then), (apply("not", condition), otherwise)
+        return any(infinities_may_cancel(side, (*known, *conjuncts(holds))) for holds, side in sides)
+    opposed = value.op == "fsub" or value.op == "fadd" and len({*map(_is_negated, value.args)}) == 2
+    if opposed and all(not free_of_keys(arg) and may_be_infinite(arg, known) for arg in value.args):
+        return True
     return any(infinities_may_cancel(arg, known) for arg in value.args if arg.kind is Kind.FLOAT)
 
 
@@ -246,9 +241,8 @@ def _outcome(condition: Expr, known: Sequence[Expr]) -> bool | None:
 
 def is_maximum(value: Expr, columns: tuple[Expr, ...], name: str = "max") -> bool:
     """Whether a value is the maximum (or another reduction) of exactly these columns."""
-    if value.op != "reduce" or value.attr != name:
-        return False
-    return [_fill_last(arg) for arg in value.args] == [_fill_last(column) for column in columns]
+    is_reduced = value.op == "reduce" and value.attr == name
+    return is_reduced and [*map(_fill_last, value.args)] == [*map(_fill_last, columns)]
 
 
 def _fill_last(column: Expr) -> Expr:
@@ -293,10 +287,8 @@ def strip_shift(columns: tuple[Expr, ...]) -> tuple[Expr, ...] | None:
 
 def _scaled_or_nan(op: str, x: Expr, factor: Expr) -> Expr:
     """x * factor (or x / factor) for (x - max of x) * factor: NaN where x is +inf, where a negative factor gives 0."""
-    scaled = apply(op, x, factor)
-    if factor.is_const and factor.value > 0:
-        return scaled
-    return where(apply("flt", x, const(math.inf)), scaled, const(math.nan))
+    scaled, is_positive = apply(op, x, factor), factor.is_const and factor.value > 0
+    return scaled if is_positive else where(apply("flt", x, const(math.inf)), scaled, const(math.nan))
 
 
 def _common(columns: tuple[Expr, ...], position: int) -> Expr | None:

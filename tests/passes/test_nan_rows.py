@@ -187,6 +187,13 @@ def two_masks(q, k, v, pad):
     return (s - s.amax(-1, keepdim=True)).softmax(-1).masked_fill(~live, 0.0) @ v
 
 
-def test_sums_of_masks_are_not_nan():
-    (site,) = as_exact_as_eager(two_masks, given(torch.float32, 1.0), gradients=True)
+def scaled_below_the_maximum(q, k, v, pad):
+    live = pad[:, None, None]
+    s = (q @ k.mT * 0.3).masked_fill(~live, -math.inf)
+    return ((s - s.amax(-1, keepdim=True)) * v[:1, :1, :1, :1].exp()).softmax(-1).masked_fill(~live, 0.0) @ v
+
+
+@pytest.mark.parametrize(("function", "gradients"), [(two_masks, True), (scaled_below_the_maximum, False)])
+def test_other_infinities_are_no_reason(function, gradients):
+    (site,) = as_exact_as_eager(function, given(torch.float32, 1.0), gradients=gradients)
     assert site.fused, site.reason
