@@ -19,10 +19,11 @@ from fusion.torch_private import devices, tensors
 
 CONSTANT, ROWS, COLUMNS = "constant", "rows", "columns"
 """Kinds of weights that may be packed: a constant of the graph, `[n, k]`; a parameter, `[n, k]` or `[k, n]`."""
-MANY = 256
-"""Rows above which oneDNN is faster, with several threads, if weights were packed for one row. AMX, two threads,
-bfloat16, k x n = 3072 x 768 (benchmarks/results/2026-11-30-packed-weights.md): 512 rows take 1.9 ms with the weight as
-it is, 3.1 packed for 128 rows and 1.8 packed for one; 128 rows 0.80, 0.59 and 0.62."""
+NARROW = 256
+"""Most rows of a product whose weight is packed in narrow blocks. With more, and several threads, oneDNN is faster if
+it was packed for one row: on AMX with two threads, in bfloat16, k x n = 3072 x 768, 512 rows take 1.9 ms with the
+weight as it is, 3.1 packed for 128 rows and 1.8 packed for one; 128 rows 0.80, 0.59 and 0.62
+(benchmarks/results/2026-11-30-packed-weights.md)."""
 PROBE = 64
 """Bytes that are read in three places of a weight."""
 MOST = 2
@@ -73,26 +74,27 @@ def may_be_packed(weight: Tensor, stored: str) -> bool:
 def for_onednn(weight: Tensor, w: Tensor, x: Tensor, width: int) -> list[Tensor]:
     """Parts of `w: [n, k]`, `width` terms each, packed for their products with `x: [m, k]`. weight: what w is a view
     of."""
-    rows = 1 if x.shape[0] > MANY and torch.get_num_threads() > 1 else MANY // 2
+    rows = 1 if x.shape[0] > NARROW and torch.get_num_threads() > 1 else NARROW // 2
 
     def pack() -> list[Tensor]:
         return [devices.onednn_packed(part.contiguous(), rows) for part in w.to(x.dtype).split(width, 1)]
 
-    return _form(weight, (f"onednn {x.dtype} {rows}", w is weight, width), pack)
+    return _form(_forms(weight), (f"onednn {x.dtype} {rows}", w is weight, width), pack)
 
 
 def for_mkl(weight: Tensor, w: Tensor, rows: int) -> Tensor | None:
     """`w: [n, k]`, packed for products of so many rows; None where MKL reads w as it is: where it adds few rows up in
     another way, and where w is packed for other numbers of rows already."""
-    forms, name = _forms(weight), ("mkl", w is weight, rows)
-    if rows < products.FEW or (name not in forms and sum(other[:2] == name[:2] for other in forms) == MOST):
+    if rows < products.FEW:
         return None
-    (form,) = _form(weight, name, lambda: [devices.mkl_packed(w.contiguous(), rows)])
+    forms, name = _forms(weight), ("mkl", w is weight, rows)
+    if name not in forms and sum(other[:2] == name[:2] for other in forms) == MOST:
+        return None
+    (form,) = _form(forms, name, lambda: [devices.mkl_packed(w.contiguous(), rows)])
     return form
 
 
-def _form(weight: Tensor, name: Name, pack: Callable[[], list[Tensor]]) -> list[Tensor]:
-    forms = _forms(weight)
+def _form(forms: dict[Name, list[Tensor]], name: Name, pack: Callable[[], list[Tensor]]) -> list[Tensor]:
     if name not in forms:
         forms[name] = pack()
     return forms[name]

@@ -235,7 +235,7 @@ def _product(node: Node, packed: bool = False) -> _Product | None:
         if not isinstance(x.shape[0], int) or x.shape[0] != 1:
             return None
         x, w = x[0], w[0]
-    weight, stored = _weight(right, x.dtype) if packed and x.dim() == nodes.fake(left).dim() else (None, "")
+    weight, stored = _weight(right, x.dtype) if packed and node.target is not aten.bmm.default else (None, "")
     return _Product(x=x, w=w.mT, left=left, right=weight or right, added=added[0] if added else None, packed=stored)
 
 

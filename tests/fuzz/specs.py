@@ -113,7 +113,7 @@ class Draw:
         return self.rng.choice([*kinds, *masks])()
 
     def row_scale(self) -> Expr:
-        """What rows are multiplied by, in place of one over their sum. Every program's factor reads that sum."""
+        """Factor of a row in place of one over its sum. In every program it is a function of that sum."""
         kinds: list[Callable[[], Expr]] = [
             lambda: apply("div", const(1.0), apply("fadd", ROW_SUM, apply("exp", apply("neg", ROW_MAX)))),
             lambda: apply("div", const(1.0), apply("fadd", ROW_SUM, const(0.5))),

@@ -31,7 +31,8 @@ def packed(x, weight, stored=packing.ROWS, bias=None, gelu="", chosen=True):
 
 def forms(weight: torch.Tensor) -> list[tuple[str, int]]:
     """Libraries and sizes that a weight is packed for."""
-    return [(library, size) for library, _, size in packing.packed[weight].forms]
+    kept = packing.packed.get(weight)
+    return [(library, size) for library, _, size in kept.forms] if kept else []
 
 
 @pytest.mark.parametrize("threads", [1, 2])
