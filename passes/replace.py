@@ -115,6 +115,17 @@ def _operand(graph: Graph, root: Node, operand: Node, results: dict[Node, Node])
 
 def _without_gradient(graph: Graph, root: Node, call: AttentionCall, operands: Sequence[Node]) -> list[Node]:
     """Operands of a call, detached where no gradient flows to them: it is None then, as in eager mode, not zero."""
+    trained = _trained(call) if call.differentiable else set()
+    return [
+        node
+        if number in trained or not marks.requires_grad(node)
+        else derived(graph, root, aten.detach.default, (node,))
+        for number, node in enumerate(operands)
+    ]
+
+
+def _trained(call: AttentionCall) -> set[int]:
+    """Numbers of the operands to which a gradient of the result flows."""
     spec = call.spec
     programs = [
         spec.score,
@@ -128,13 +139,7 @@ def _without_gradient(graph: Graph, root: Node, call: AttentionCall, operands: S
     if spec.mixing is not None:
         leaves = _reached_through(spec.mixing, leaves)
     trained = {load.operand for load in leaves if load.op == "load"} | {2} | ({0, 1} if SCORE in leaves else set())
-    trained |= call.reached
-    return [
-        node
-        if number in trained or not marks.requires_grad(node)
-        else derived(graph, root, aten.detach.default, (node,))
-        for number, node in enumerate(operands)
-    ]
+    return trained | call.reached
 
 
 def _reached_through(mixing: Mixing, of_head: Set[Expr]) -> Set[Expr]:
@@ -153,8 +158,7 @@ def _inserted(
 ) -> tuple[Node, dict[Node, Node]]:
     """Output of the call, and the replacement of each node that it computes as an auxiliary output."""
     root, sizes = site.root, [symbols.value(extent) for extent in call.sizes]
-    if call.differentiable:
-        operands = _without_gradient(graph, root, call, operands)
+    operands = _without_gradient(graph, root, call, operands)
     arguments = (operands, sizes, call.spec.to_json(), request)
     size_fakes, written = list(map(nodes.fake, sizes)), dict[Node, Node]()
     if call.uses:
