@@ -128,7 +128,7 @@ def planes_of(spec: AttentionSpec, target: Target) -> int:
     from fusion.ir.spec import Normalizer
 
     stored = (spec.operands[n].dtype for n in (0, 1, 2) if spec.values[n] is None)
-    planes = max(PLANES[dtype] for dtype in (spec.dtype, *stored))
+    planes = max(PLANES.get(dtype, 0) for dtype in (spec.dtype, *stored))
     if planes == 1:
         return 1 if target.amx or target.pairs else 0
     # Without a softmax weights may be infinite, which has no planes.

@@ -32,16 +32,15 @@ from fusion.refusals import Reason
 
 from ..nodes import Unsupported
 from .core import NormalizedScores, free_of_keys, has
+from .infinities import filled_by_selection, stays_finite
 from .mixed_heads import split_scores, split_weights
 from .softmaxes import (
     as_exponents,
     exponent_and_shift,
-    filled_by_selection,
     is_maximum,
     may_be_far,
     quotient_kind,
     selected_softmax,
-    stays_finite,
     strip_shift,
 )
 

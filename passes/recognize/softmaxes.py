@@ -11,25 +11,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 
 import torch
 
-from fusion.ir.expr import ROW_MAX, ROW_SUM, ZERO, Expr, Kind, const, coordinates, is_number, node, rebuild, walk
+from fusion.ir.expr import ROW_MAX, ROW_SUM, ZERO, Expr, Kind, const, is_number, node, rebuild, walk
 from fusion.ir.ops import apply, conjuncts, remake, where
-from fusion.ir.primitives import ROUNDED, is_bounded, is_tame
+from fusion.ir.primitives import ROUNDED
 from fusion.refusals import Reason
 
 from ..nodes import Unsupported
-from ..pullback.roundings import first_infinite
 from .core import free_of_keys, has
+from .infinities import is_negated, may_be_infinite, may_be_nan
 
-_SATURATING = ("sigmoid", "tanh", "erf", "atan")
 _LOW, _VANISHES = -1e3, -200.0
 """Constants that are not above the first are fills of masks; exp of what is below the second is 0."""
-_ROUNDED_TO = {name: dtype for dtype, name in ROUNDED.items()}
-_KEEPING = ("neg", "abs", "detach", "detach_nan", "minimum", "maximum", "reduce", *_ROUNDED_TO)
-"""Operations whose result is as large as an argument."""
 
 
 def selected_softmax(core: Expr, condition: Expr) -> Expr | None:
@@ -37,7 +32,7 @@ def selected_softmax(core: Expr, condition: Expr) -> Expr | None:
     dead row is NaN if any of its keys is selected, else 0. That is a softmax where scores are -inf under the condition
     only, and a safe one where they never are under it; None where neither can be shown."""
     columns = core.args[1:] if core.op == "scaled_softmax" else core.args
-    if infinities_may_cancel(columns[0]):  # a weight of NaN that is not selected is 0, and not a product with 0
+    if may_be_nan(columns[0]):  # a weight of NaN that is not selected is 0, and not a product with 0
         return None
     if core.attr != "softmax":
         return core
@@ -111,7 +106,7 @@ def may_be_high(value: Expr, sign: float = 1.0) -> bool:
     """Whether a value, or with a sign of -1 its negative, may be a finite constant far above all scores."""
     if value.is_const:
         return value.kind is Kind.FLOAT and -_LOW <= sign * value.value < math.inf
-    if _is_negated(value):
+    if is_negated(value):
         return may_be_high(value.args[0], -sign)
     if value.op == "fsub":
         return may_be_high(value.args[0], sign) or may_be_high(value.args[1], -sign)
@@ -142,101 +137,6 @@ def _in_dead_rows(value: Expr) -> Expr:
     if value.op == "fmul" and const(0.0) in args:
         return const(0.0)
     return value if args == value.args else remake(value, args)
-
-
-def may_be_infinite(value: Expr, known: Sequence[Expr] = ()) -> bool:
-    """Whether a value may be infinite where all of `known` holds and Q and K are finite. A load over keys or queries
-    may be: it may be a mask. So may a sum or a product of fills that are finite."""
-    return _largest(value, tuple(known)) == math.inf
-
-
-@functools.lru_cache(maxsize=4096)
-def infinities_may_cancel(value: Expr, known: tuple[Expr, ...] = ()) -> bool:
-    """Whether a score may be NaN at one key, as a difference of two infinities is, where all of `known` holds. (Of a
-    row's maximum there is only one in a row of nothing but -inf, which is NaN as a whole.)"""
-    if value.is_const:
-        return value.kind is Kind.FLOAT and math.isnan(value.value)
-    if value.op == "where":
-        condition, then, otherwise = value.args
-        if condition.op == "flt" and is_number(condition.args[1], math.inf):  # by `_scaled_or_nan`
-            return infinities_may_cancel(then, known)
-        sides = (condition, then), (apply("not", condition), otherwise)
-        return any(infinities_may_cancel(side, (*known, *conjuncts(holds))) for holds, side in sides)
-    opposed = value.op == "fsub" or value.op == "fadd" and len({*map(_is_negated, value.args)}) == 2
-    if opposed and all(not free_of_keys(arg) and may_be_infinite(arg, known) for arg in value.args):
-        return True
-    return any(infinities_may_cancel(arg, known) for arg in value.args if arg.kind is Kind.FLOAT)
-
-
-def _is_negated(value: Expr) -> bool:
-    return value.op == "neg" or (value.op in ("fmul", "div") and value.args[1].is_const and value.args[1].value < 0)
-
-
-@functools.lru_cache(maxsize=4096)
-def _largest(value: Expr, known: tuple[Expr, ...]) -> float:
-    """Bound of a value's magnitude, in which scores and tensors count as 1; infinity where it may be infinite."""
-    if value.op == "const":
-        return abs(value.value) if math.isfinite(value.value) else math.inf
-    if value.kind is not Kind.FLOAT or value.op in ("dot", "score") or is_bounded(value.op):
-        return 1.0
-    if value.op == "load":
-        return math.inf if {"i", "j"} & {*coordinates(value)} else 1.0
-    if value.op == "where":
-        condition, then, otherwise = value.args
-        outcome, opposite = _outcome(condition, known), apply("not", condition)
-        return max(
-            0.0 if outcome is False else _largest(then, (*known, *conjuncts(condition))),
-            0.0 if outcome is True else _largest(otherwise, (*known, *conjuncts(opposite))),
-        )
-    sizes = [_largest(arg, known) for arg in value.args if arg.kind is Kind.FLOAT]
-    if math.inf in sizes or value.op in ("log", "log_softmax"):
-        return math.inf
-    if value.op in ("fadd", "fsub", "fmul"):
-        bound = math.prod(sizes) if value.op == "fmul" else sum(sizes)
-    elif value.op == "div" and value.args[1].is_const:
-        bound = sizes[0] / sizes[1] if sizes[1] else math.inf
-    else:  # functions that grow count as ordinary
-        bound = max(sizes) if value.op in _KEEPING else 1.0
-    return bound if bound < first_infinite(_ROUNDED_TO.get(value.op, torch.float32)) else math.inf
-
-
-@functools.lru_cache(maxsize=4096)
-def stays_finite(value: Expr) -> bool:
-    """Whether a function of scores is finite at masked keys, too, if Q and K are. A tensor that is loaded per key or
-    query may be a mask."""
-    if value.kind is not Kind.FLOAT or value.op in ("dot", *_SATURATING):
-        return True
-    divides = value.op == "div" and value.args[1].is_const
-    grows = not (divides or value.op == "load" or is_tame(value.op))
-    return not grows and not may_be_infinite(value) and all(map(stays_finite, value.args))
-
-
-def filled_by_selection(value: Expr) -> bool:
-    """Whether scores are infinite exactly where a selection fills them, if Q and K are finite. No gradient passes
-    through such a row's scores, whatever it is."""
-    if value.op != "where":
-        return False
-    condition, then, otherwise = value.args
-    scores, live = (then, condition) if otherwise.is_const else (otherwise, apply("not", condition))
-    fill = otherwise if scores is then else then
-    return fill.is_const and fill.value == -math.inf and not may_be_infinite(scores, conjuncts(live))
-
-
-def _outcome(condition: Expr, known: Sequence[Expr]) -> bool | None:
-    """Truth value of a predicate where all of `known` hold; None where it does not follow."""
-    if condition.is_const:
-        return bool(condition.attr)
-    if condition in known:
-        return True
-    if apply("not", condition) in known:
-        return False
-    if condition.op not in ("and", "or"):
-        return None
-    outcomes = {_outcome(arg, known) for arg in condition.args}
-    absorbing = condition.op == "or"
-    if absorbing in outcomes:
-        return absorbing
-    return None if None in outcomes else not absorbing
 
 
 def is_maximum(value: Expr, columns: tuple[Expr, ...], name: str = "max") -> bool:

@@ -25,8 +25,8 @@ from ..pullback.operands import Access, is_row_scale
 from ..pullback.pullback import Product, PullBack
 from ..recognize.core import Attention, NormalizedScores
 from ..recognize.find import Site
+from ..recognize.infinities import filled_by_selection
 from ..recognize.mixed_heads import mixing_of, with_named_heads
-from ..recognize.softmaxes import filled_by_selection
 from .aux_outputs import AuxUse
 from .masks import fold_comparisons, understand
 

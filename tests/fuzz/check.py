@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from fusion.exactness import errors
 from tests.fuzz.functions import MIXED_HEADS
-from tests.fuzz.normalizers import UNSHIFTED
+from tests.fuzz.normalizers import RENORMALIZED, UNSHIFTED
 from tests.fuzz.routes import Outcome, compiled, watching
 from tests.fuzz.writer import Program
 from tests.numerics import assert_as_exact_as_eager, leaves
@@ -213,12 +213,13 @@ def _is_poisoned(given: torch.Tensor) -> bool:
 
 def _judged(samples: list[Sample], ours: list[Tensors], exact: list[Tensors]) -> Result:
     """The verdict on all draws together. Eager's overflows may also be missing where exponentials have no maximum, in
-    the place of which the fused softmax has one, and where heads are mixed, whose sums are in an order of the library's
-    choice."""
+    the place of which the fused softmax has one; and they may be elsewhere where heads are mixed, whose sums are in an
+    order of the library's choice, or weights are divided by their sum, which may be too small to have a reciprocal."""
     program, eager = samples[0].program, [one.eager for one in samples]
     largest = max((magnitude(x) for one in samples for x in one.given if x.is_floating_point()), default=1.0)
     kinds = program.kinds
-    return allowing_overflow(ours, eager, exact, program.dtype, largest, UNSHIFTED in kinds, MIXED_HEADS in kinds)
+    elsewhere = MIXED_HEADS in kinds or RENORMALIZED in kinds
+    return allowing_overflow(ours, eager, exact, program.dtype, largest, UNSHIFTED in kinds, elsewhere)
 
 
 def allowing_overflow(
@@ -228,14 +229,21 @@ def allowing_overflow(
     dtype: torch.dtype,
     largest: float = 1.0,
     unshifted: bool = False,
-    mixed: bool = False,
+    elsewhere: bool = False,
 ) -> Result:
     """The verdict, where eager's overflows may be missing: those that float64 does not have."""
     first = verdict(ours, eager, exact, dtype, largest)
     if first.verdict is not Verdict.WRONG:
         return first
     within = [
-        {n: _without_overflow(a[n], e[n], x[n], unshifted, mixed) if n in a else (e[n], x[n]) for n in e}
+        {
+            n: _without_overflow(
+                a[n], e[n], x[n], unshifted, elsewhere and any(map(_overflows, e.values(), x.values()))
+            )
+            if n in a
+            else (e[n], x[n])
+            for n in e
+        }
         for a, e, x in zip(ours, eager, exact, strict=True)
     ]
     eager, exact = ([{n: pair[side] for n, pair in one.items()} for one in within] for side in (0, 1))
@@ -243,8 +251,13 @@ def allowing_overflow(
     return again if again.verdict is not Verdict.RIGHT else Result(Verdict.OVERFLOW, first.message)
 
 
+def _overflows(eager: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether eager mode is not finite where float64 is."""
+    return eager.shape == exact.shape and bool((exact.isfinite() & ~eager.isfinite()).any())
+
+
 def _without_overflow(
-    ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, unshifted: bool, mixed: bool
+    ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, unshifted: bool, elsewhere: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(eager, float64), where eager alone is not finite: what float64 has; where neither is, or float64's number is at
     the end of the dtype's range, where rounding decides: nothing to compare. An infinity has the sign of float64's
@@ -259,8 +272,8 @@ def _without_overflow(
     at_the_end = exact.isfinite() & (exact.abs() + rounding > limits.max)
     both = exact.isfinite() & ours.isinf() & ~eager.isfinite()
     beyond = ((ours.sign() == exact.sign()) & (at_the_end | both)) | (both & eager.isnan())
-    if mixed:
-        beyond |= missing
+    if elsewhere:
+        beyond |= missing | (exact.isfinite() & ~ours.isfinite())
     if unshifted:  # of weights, a key that overflows makes the whole row NaN, eager's only at the key itself
         overflown = ~eager.isfinite().all(-1, keepdim=True)
         beyond |= exact.isfinite() & ~ours.isfinite() & overflown

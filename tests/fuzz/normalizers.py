@@ -18,6 +18,7 @@ EXPONENTIALS = ("torch.exp(s)", "(s - s.amax(-1, keepdim=True)).exp()",
                 "torch.exp(s - s.max(-1, keepdim=True)[0])", "torch.exp2(s * 1.4426950408889634)")  # fmt: skip
 UNSHIFTED = "exponentials without a maximum"
 """They overflow in eager mode where the fused softmax, which has a maximum, does not."""
+RENORMALIZED = "renormalised"
 GATES = ("torch.sigmoid(s)", "torch.sigmoid(s - 2)", "torch.relu(s).square()", "torch.relu(s)", "F.silu(s)")
 
 
@@ -37,6 +38,7 @@ def normalize(w: Writer, v: str, kept: list[str]) -> str:
         w.say(f"p = {w.pick(*BY_HAND)}")
     elif kind == "normaliser: logsumexp":
         w.say("p = torch.exp(s - s.logsumexp(-1, keepdim=True))")
+        w.note(UNSHIFTED)
     elif kind == "normaliser: sink":
         _sink(w)
     elif kind == "normaliser: gate":
@@ -97,7 +99,7 @@ def _after(w: Writer, kept: list[str]) -> None:
 def _renormalized(w: Writer) -> None:
     """Divide weights by what is left of them, at times."""
     if w.chance(0.3):
-        w.note("renormalised")
+        w.note(RENORMALIZED)
         w.say(w.pick("p = p / (p.sum(-1, keepdim=True) + 1e-9)", "p = p / p.sum(-1, keepdim=True).clamp(min=1e-6)",
                      "p = p * (1 / (p.sum(dim=-1, keepdim=True) + 1e-6))", "p /= p.sum(-1, True) + 1e-13",
                      "p = p / p.sum(-1)[..., None]"))  # fmt: skip

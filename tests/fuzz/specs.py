@@ -202,7 +202,9 @@ def drawn(seed: int | str) -> Drawn:
         fields["aux_outputs"] = tuple(draw.aux_output(normalizer) for _ in range(aux.randint(1, 3)))
     draw.rng = random.Random(f"gates {seed}")
     if draw.rng.random() < GATED and normalizer is not Normalizer.NONE:
-        gate = apply(draw.rng.choice(["sigmoid", "tanh"]), draw.rng.choice([SCORE, score]))
+        function, gated = draw.rng.choice(["sigmoid", "tanh"]), draw.rng.choice([SCORE, score])
+        cleaned = normalizer is Normalizer.ZERO_SOFTMAX  # then gates that may be NaN are refused
+        gate = apply(function, SCORE if cleaned else gated)
         fields["weight"] = apply("fmul", fields.get("weight", ONE), gate)
     group = rng.choice([1, 1, 1, 2, 3])
     heads = B1 if group == 1 else integers.floordiv(B1, group)

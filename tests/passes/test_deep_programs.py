@@ -59,6 +59,13 @@ def masked_after(q, k, v):
     return torch.softmax(s, -1).masked_fill(~keep, 0.0) @ v
 
 
+def selections_masked_after(q, k, v):
+    s, keep = q @ k.mT, distance() >= 0
+    for step in range(STEPS):
+        s = torch.where(s < 0.1 * step, torch.tanh(s) * s, s)
+    return torch.softmax(s.masked_fill(~keep, -math.inf), -1).masked_fill(~keep, 0.0) @ v
+
+
 def bias(q, k, v):
     return torch.softmax(q @ k.mT + chain(distance().float()), -1) @ v
 
@@ -79,8 +86,8 @@ def mask_of_integers_within_64_bits(q, k, v):
 
 
 PROGRAMS = [
-    score, sums, selections, sink, shifted_by_a_clamped_maximum, masked_after, bias, mask, mask_of_integers,
-    mask_of_integers_within_64_bits,
+    score, sums, selections, sink, shifted_by_a_clamped_maximum, masked_after, selections_masked_after, bias, mask,
+    mask_of_integers, mask_of_integers_within_64_bits,
 ]  # fmt: skip
 
 

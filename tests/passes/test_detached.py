@@ -4,7 +4,9 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import fusion
 from fusion.refusals import Reason
 from tests.passes.exactness import WAYS, as_exact_as_eager, padded
 
@@ -151,3 +153,51 @@ LEFT = [first_of_the_largest_in_the_normaliser, partly_detached_largest_in_the_n
 def test_is_left_alone_where_the_gradient_would_differ(function):
     (site,) = as_exact_as_eager(function, padded(torch.float32, LENGTH), gradients=True)
     assert not site.fused and site.refusal.kind is not Reason.DEFECT
+
+
+def from_detached(q, k, v, pad):
+    return F.scaled_dot_product_attention(q.detach(), k.detach(), v.detach(), pad[:, None, None])
+
+
+def from_views_of_the_detached(q, k, v, pad):
+    q, k, v = (x.detach().transpose(1, 2).flatten(2) for x in (q, k, v))
+    return (q @ k.mT * 0.3).softmax(-1) @ v
+
+
+def from_data(q, k, v, pad):
+    return scores(q.data, k.data, pad).softmax(-1) @ v.data
+
+
+def bias_alone_is_trained(q, k, v, pad):
+    return (q.detach() @ k.detach().mT + v[..., :1, :1]).masked_fill(~pad[:, None, None], -1e4).softmax(-1) @ v.detach()
+
+
+def beside_a_trained_tensor(q, k, v, pad):
+    return from_detached(q, k, v, pad), q * 2
+
+
+def below_no_grad(q, k, v, pad):
+    with torch.no_grad():
+        return scores(q, k, pad).softmax(-1) @ v
+
+
+DETACHED = [from_detached, from_views_of_the_detached, from_data, bias_alone_is_trained, beside_a_trained_tensor,
+            below_no_grad]  # fmt: skip
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("function", DETACHED, ids=lambda f: f.__name__)
+def test_operands_that_are_detached_have_no_gradient(function, inner):
+    """None, and not zero, of every operand and output that has none in eager mode."""
+    inputs = [x.requires_grad_(x.is_floating_point()) for x in padded(torch.float32, LENGTH)]
+    with fusion.collect_reports() as reports:
+        outputs = torch.compile(function, backend="fusion", options={"inner": inner})(*inputs)
+    assert [report.fused for report in reports] == [1]
+    expected = function(*inputs)
+    if not isinstance(expected, tuple):
+        outputs, expected = [outputs], [expected]
+    for ours, eager in zip(outputs, expected, strict=True):
+        assert ours.requires_grad is eager.requires_grad
+        if eager.requires_grad:
+            found, wanted = (torch.autograd.grad(out.sum(), inputs[:3], allow_unused=True) for out in (ours, eager))
+            assert [x is None for x in found] == [x is None for x in wanted]

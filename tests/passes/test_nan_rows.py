@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fusion
 from fusion.refusals import Reason
@@ -174,7 +175,21 @@ def a_negated_mask(q, k, v, pad):
     return (s + -1.0 * torch.where(live, 0.5, -math.inf)).softmax(-1).masked_fill(~live, 0.0) @ v
 
 
-@pytest.mark.parametrize("function", [lerped, a_difference_of_masks, a_negated_mask], ids=lambda f: f.__name__)
+def masked_then_silu(q, k, v, pad):
+    """silu(-inf) is -inf * 0."""
+    live = pad[:, None, None]
+    return F.silu((q @ k.mT).masked_fill(~live, -math.inf)).softmax(-1).masked_fill(~live, 0.0) @ v
+
+
+def masked_then_a_wave(q, k, v, pad):
+    live = pad[:, None, None]
+    return torch.sin((q @ k.mT).masked_fill(~live, -math.inf)).softmax(-1).masked_fill(~live, 0.0) @ v
+
+
+UNSELECTED = [lerped, a_difference_of_masks, a_negated_mask, masked_then_silu, masked_then_a_wave]
+
+
+@pytest.mark.parametrize("function", UNSELECTED, ids=lambda f: f.__name__)
 def test_weights_of_nan_that_are_not_selected_are_zero(function):
     """In a product with 0, as a kernel has it, they would be NaN, and the gradient of V there, too."""
     (site,) = as_exact_as_eager(function, given(torch.float32, 1.0), gradients=True)
@@ -197,3 +212,14 @@ def scaled_below_the_maximum(q, k, v, pad):
 def test_other_infinities_are_no_reason(function, gradients):
     (site,) = as_exact_as_eager(function, given(torch.float32, 1.0), gradients=gradients)
     assert site.fused, site.reason
+
+
+def times_a_gate_of_nan(q, k, v, pad):
+    s = F.silu((q @ k.mT).masked_fill(~pad[:, None, None], -math.inf))
+    return (s.softmax(-1).nan_to_num() * torch.tanh(s)) @ v
+
+
+def test_a_weight_that_was_cleaned_is_nan_times_a_gate_of_nan():
+    """Kernels have 0 in rows of NaN, whatever the gate is."""
+    (site,) = as_exact_as_eager(times_a_gate_of_nan, given(torch.float32, 1.0))
+    assert not site.fused and site.refusal.kind is Reason.NOT_LINEAR
