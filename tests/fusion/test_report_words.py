@@ -238,6 +238,10 @@ def test_nothing_was_checked_where_nothing_was_replaced():
     report = fusion.explain(attend, torch.randn(1, 2, 40, 16, dtype=torch.float64))
     assert not report.fused and "checked" not in str(report) and report.data["sites"][0]["validated"] is None
     assert "checked  values" in str(fusion.explain(attend, torch.randn(1, 2, 40, 16)))
+    by_reference = {"emitter": "reference"}  # which takes float64, too
+    assert "float64" in str(
+        fusion.explain(attend, torch.randn(1, 2, 40, 16, dtype=torch.float64), options=by_reference)
+    )
 
 
 class Differential(torch.nn.Module):

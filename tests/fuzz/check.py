@@ -135,6 +135,7 @@ class Sample:
             if total.requires_grad:
                 gradients = torch.autograd.grad(total, wanted, allow_unused=True)
             zeros = map(torch.zeros_like, wanted)
+            found |= {f"flow {n}": torch.tensor(g is not None) for n, g in enumerate(gradients)}
             found |= {
                 f"gradient {n}": z if g is None else g for n, (g, z) in enumerate(zip(gradients, zeros, strict=True))
             }
