@@ -24,7 +24,7 @@ from functools import lru_cache
 from itertools import compress
 from typing import NamedTuple, TypeVar
 
-from fusion.ir.expr import ZERO, Expr, Kind, node, walk
+from fusion.ir.expr import ONE, ZERO, Expr, Kind, node, walk
 from fusion.ir.primitives import PRIMITIVES
 from fusion.ir.spec import AttentionSpec
 
@@ -50,11 +50,30 @@ def adjoints(program: Expr, seed: Expr, targets: Iterable[Expr]) -> dict[Expr, E
         derivative = PRIMITIVES[part.op].derivative if part.op in PRIMITIVES else None
         if gradient is None or derivative is None:
             continue
-        terms = derivative(gradient, part, *part.args)
+        terms = _of_gated(gradient, part) or derivative(gradient, part, *part.args)
         for arg, term in zip(part.args, terms if isinstance(terms, tuple) else (terms,), strict=True):
             if term is not None and arg.kind is Kind.FLOAT and not arg.is_const:
                 arriving[arg] = arriving[arg] + term if arg in arriving else term
     return {target: arriving.get(target, ZERO) for target in targets}
+
+
+def _of_gated(gradient: Expr, product: Expr) -> tuple[Expr | None, ...] | None:
+    """Gradients of x * h(x), as silu and gelu are: gradient * (h(x) + x * h'(x)), as torch has it. A gradient times a
+    fill x could overflow, where h'(x) is 0. None for other operations."""
+    if product.op != "fmul":
+        return None
+    for x, gate in (product.args, product.args[::-1]):
+        if x is not gate and not x.is_const and not gate.is_const and _is_function_of(x, gate):
+            slope = adjoints(gate, ONE, [x])[x]
+            return tuple(gradient * (gate + x * slope) if arg is x else None for arg in product.args)
+    return None
+
+
+def _is_function_of(x: Expr, value: Expr) -> bool:
+    known: dict[Expr, bool] = {}
+    for part in walk(value):
+        known[part] = part is x or part.is_const or (bool(part.args) and all(known[arg] for arg in part.args))
+    return known[value]
 
 
 def reached(*programs: Expr) -> set[Expr]:

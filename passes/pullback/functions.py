@@ -67,7 +67,7 @@ def _gelu(x: Expr, call: Call) -> Expr:
         bump = apply("tanh", (x + x * x * x * 0.044715) * math.sqrt(2 / math.pi))
     else:
         bump = apply("erf", x * math.sqrt(0.5))
-    return x * 0.5 * (ONE + bump)
+    return x * ((ONE + bump) * 0.5)
 
 
 def _elu(x: Expr, call: Call) -> Expr:

@@ -155,7 +155,7 @@ def loaded(text: str) -> dict[str, Any]:
 
 
 def check(program: Program, seed: int = 0, verify: bool = True) -> Result:
-    """Compile a program, run it and compare; where the reference emitter is over the rule, with kernels again.
+    """Compile a program, run it and compare; where the reference emitter fails, with kernels again.
 
     verify: whether specs are validated. A refusal by that is told in the result's `defects`, as what it hid: a wrong
     result, or nothing (a false alarm).
@@ -164,7 +164,7 @@ def check(program: Program, seed: int = 0, verify: bool = True) -> Result:
     if result.defects and verify:
         hidden = _check(program, seed, False)
         result.defects.append(f"without validation: {hidden.verdict.value}: {hidden.message}")
-    if result.verdict is Verdict.OVER and program.emitter == "reference":
+    if result.verdict in (Verdict.OVER, Verdict.WRONG) and program.emitter == "reference":
         again = _check(replace(program, emitter="auto"), seed, verify)
         if again.verdict not in (Verdict.OVER, Verdict.WRONG, Verdict.FAILED):
             result.verdict = Verdict.REFERENCE

@@ -104,6 +104,18 @@ def test_gradients_at_special_numbers(name, arriving):
     assert_as_exact_as_eager(ours(torch.float32), eager(torch.float32), eager(torch.float64))
 
 
+@pytest.mark.parametrize("function", [F.silu, F.mish, lambda x: F.gelu(x, approximate="none")])
+def test_gradients_that_a_fill_would_take_beyond_the_range(function):
+    """The gradient times the fill, that is; the slope there is 0 or 1."""
+    fills = torch.tensor([-3e38, -1e38, 1e38] + [3e38] * (function in (F.silu, F.mish)))  # eager's of gelu is NaN there
+    built = expression(lambda x, y: function(x), (fills, fills.clone()))
+    derived = adjoints(built, UPSTREAM, LEAVES)[LEAVES[0]]
+    x = fills.clone().requires_grad_()
+    eager = torch.autograd.grad(function(x), x, torch.full_like(x, 50.0))[0]
+    ours = evaluate(derived, lambda leaf: fills if leaf is LEAVES[0] else torch.tensor(50.0), torch.float32)
+    assert eager.tolist() == ours.tolist() and eager.isfinite().all()
+
+
 SCORES = {
     "clamp": lambda s, b: (s + b).clamp(min=0),
     "both sides": lambda s, b: (s + b).clamp(-1, 1) * 2,
