@@ -214,8 +214,8 @@ def _is_poisoned(given: torch.Tensor) -> bool:
 
 def _judged(samples: list[Sample], ours: list[Tensors], exact: list[Tensors]) -> Result:
     """The verdict on all draws together. Eager's overflows may also be missing where exponentials have no maximum, in
-    the place of which the fused softmax has one; and they may be elsewhere where heads are mixed, whose sums are in an
-    order of the library's choice, or weights are divided by their sum, which may be too small to have a reciprocal."""
+    the place of which the fused softmax has one. A draw with such overflows shows nothing where heads are mixed, whose
+    sums are in an order of the library's choice, or weights are divided by their sum, which may have no reciprocal."""
     program, eager = samples[0].program, [one.eager for one in samples]
     largest = max((magnitude(x) for one in samples for x in one.given if x.is_floating_point()), default=1.0)
     kinds = program.kinds
@@ -232,19 +232,15 @@ def allowing_overflow(
     unshifted: bool = False,
     elsewhere: bool = False,
 ) -> Result:
-    """The verdict, where eager's overflows may be missing: those that float64 does not have."""
+    """The verdict, where eager's overflows may be missing: those that float64 does not have. elsewhere: whether others
+    may be there in their place."""
     first = verdict(ours, eager, exact, dtype, largest)
     if first.verdict is not Verdict.WRONG:
         return first
+    if elsewhere and any(_overflows(e[n], x[n]) for e, x in zip(eager, exact, strict=True) for n in e):
+        return Result(Verdict.OVERFLOW, first.message)
     within = [
-        {
-            n: _without_overflow(
-                a[n], e[n], x[n], unshifted, elsewhere and any(map(_overflows, e.values(), x.values()))
-            )
-            if n in a
-            else (e[n], x[n])
-            for n in e
-        }
+        {n: _without_overflow(a[n], e[n], x[n], unshifted) if n in a else (e[n], x[n]) for n in e}
         for a, e, x in zip(ours, eager, exact, strict=True)
     ]
     eager, exact = ([{n: pair[side] for n, pair in one.items()} for one in within] for side in (0, 1))
@@ -258,7 +254,7 @@ def _overflows(eager: torch.Tensor, exact: torch.Tensor) -> bool:
 
 
 def _without_overflow(
-    ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, unshifted: bool, elsewhere: bool
+    ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, unshifted: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(eager, float64), where eager alone is not finite: what float64 has; where neither is, or float64's number is at
     the end of the dtype's range, where rounding decides: nothing to compare. An infinity has the sign of float64's
@@ -273,8 +269,6 @@ def _without_overflow(
     at_the_end = exact.isfinite() & (exact.abs() + rounding > limits.max)
     both = exact.isfinite() & ours.isinf() & ~eager.isfinite()
     beyond = ((ours.sign() == exact.sign()) & (at_the_end | both)) | (both & eager.isnan())
-    if elsewhere:
-        beyond |= missing | (exact.isfinite() & ~ours.isfinite())
     if unshifted:  # of weights, a key that overflows makes the whole row NaN, eager's only at the key itself
         overflown = ~eager.isfinite().all(-1, keepdim=True)
         beyond |= exact.isfinite() & ~ours.isfinite() & overflown

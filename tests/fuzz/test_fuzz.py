@@ -74,8 +74,6 @@ def test_sums_over_heads_may_overflow_otherwise_than_in_eager():
     found = [[{"x": torch.tensor([1.0, *row])}] for row in ((2.0, math.nan), (math.nan, 4.0), (3.0, 4.0))]
     assert allowing_overflow(*found, torch.float32).verdict is Verdict.WRONG
     assert allowing_overflow(*found, torch.float32, elsewhere=True).verdict is Verdict.OVERFLOW
-    found[0][0]["x"][0] = 2.0
-    assert allowing_overflow(*found, torch.float32, elsewhere=True).verdict is Verdict.WRONG
     ours_alone = [[{"x": torch.tensor([1.0, x])}] for x in (math.nan, 4.0, 4.0)]
     assert allowing_overflow(*ours_alone, torch.float32, elsewhere=True).verdict is Verdict.WRONG
 
