@@ -142,11 +142,11 @@ def _in_worker(runner: Runner, record: Record, seeds: list[int], seconds: float,
     reader, writer = multiprocessing.Pipe(duplex=False)
     about = (runner, record, seeds, seconds, minutes, writer)
     worker = multiprocessing.get_context("fork").Process(target=_work, args=about)
-    worker.start()
-    writer.close()
-    running, counts, refusals, last = seeds[0], {}, {}, None
     interrupts = []
     before = signal.signal(signal.SIGINT, lambda *given: (interrupts.append(given), worker.terminate()))
+    worker.start()  # after that, as it may be interrupted at once
+    writer.close()
+    running, counts, refusals, last = seeds[0], {}, {}, None
     with contextlib.suppress(EOFError, OSError):  # the latter in the middle of what it sends
         while True:
             running, counts, refusals, last = reader.recv()
@@ -169,6 +169,7 @@ def _work(
     runner: Runner, record: Record, seeds: list[int], seconds: float, minutes: float | None, writer: Connection
 ) -> None:
     """What a worker does. Before each seed, and at the end with None, it sends what it has counted until then."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's interrupt ends it
     record.counts, record.refusals, record.last = collections.Counter(), collections.Counter(), None
 
     def told() -> Iterator[int]:
