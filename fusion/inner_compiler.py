@@ -23,6 +23,7 @@ def compile_rest(module: GraphModule, example_inputs: Sequence[Any], options: Op
 
     Raises OptionError where a backend of the user's returns nothing that can be called."""
     if options.inner == "eager":
+        assert module.code  # written now; `forward` would else stay the one that writes it, and passes calls on
         return module.forward
     from fusion import inductor_passes, linear
     from fusion.runtime.specialized import register_inductor_codegen
