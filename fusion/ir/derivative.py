@@ -42,13 +42,14 @@ SINK_UPSTREAM = node("upstream", (), Kind.FLOAT, "row")
 
 
 def adjoints(program: Expr, seed: Expr, targets: Iterable[Expr]) -> dict[Expr, Expr]:
-    """The gradient at each target (leaves or loads) for the gradient `seed` at `program`; ZERO where there is none."""
-    order = list(walk(program))
+    """The gradient at each target for the gradient `seed` at `program`; ZERO where there is none. Targets count as
+    leaves: nothing that they are made of is looked at."""
+    order, targets = list(walk(program)), list(targets)
     arriving: dict[Expr, Expr] = {program: seed}
     for part in reversed(order):
         gradient = arriving.get(part)
         derivative = PRIMITIVES[part.op].derivative if part.op in PRIMITIVES else None
-        if gradient is None or derivative is None:
+        if gradient is None or derivative is None or part in targets:
             continue
         terms = _of_gated(gradient, part) or derivative(gradient, part, *part.args)
         for arg, term in zip(part.args, terms if isinstance(terms, tuple) else (terms,), strict=True):
@@ -64,9 +65,13 @@ def _of_gated(gradient: Expr, product: Expr) -> tuple[Expr | None, ...] | None:
         return None
     for x, gate in (product.args, product.args[::-1]):
         if x is not gate and not x.is_const and not gate.is_const and _is_function_of(x, gate):
-            slope = adjoints(gate, ONE, [x])[x]
-            return tuple(gradient * (gate + x * slope) if arg is x else None for arg in product.args)
+            return tuple(gradient * (gate + x * _slope(x, gate)) if arg is x else None for arg in product.args)
     return None
+
+
+@lru_cache(maxsize=1024)
+def _slope(x: Expr, value: Expr) -> Expr:
+    return adjoints(value, ONE, [x])[x]
 
 
 def _is_function_of(x: Expr, value: Expr) -> bool:

@@ -7,7 +7,9 @@ import torch
 
 import fusion
 from fusion.ir import integers
-from fusion.ir.expr import coord
+from fusion.ir.derivative import UPSTREAM, adjoints
+from fusion.ir.expr import SCORE, coord, walk
+from fusion.ir.ops import apply
 from fusion.ir.printing import to_text
 from tests.numerics import assert_as_exact_as_eager
 
@@ -111,6 +113,15 @@ def test_kernels_of_long_programs_are_written():
     out = torch.compile(shifted_by_a_clamped_maximum, backend="fusion", options=options)(*inputs)
     exact = shifted_by_a_clamped_maximum(*(x.double() for x in inputs))
     assert_as_exact_as_eager(out, shifted_by_a_clamped_maximum(*inputs), exact, torch.float32)
+
+
+def test_derivatives_of_gates_in_gates():
+    """h(x) of x h(x) is derived for itself, and may be used elsewhere, too."""
+    value = SCORE
+    for _ in range(40):
+        gate = apply("tanh", value)
+        value = SCORE * gate + gate
+    assert SCORE in walk(adjoints(value, UPSTREAM, [SCORE])[SCORE])
 
 
 def test_a_sum_of_many_terms_has_a_text():
