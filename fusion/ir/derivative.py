@@ -77,7 +77,7 @@ def _slope(x: Expr, value: Expr) -> Expr:
 def _is_function_of(x: Expr, value: Expr) -> bool:
     known: dict[Expr, bool] = {}
     for part in walk(value):
-        known[part] = part is x or part.is_const or (bool(part.args) and all(known[arg] for arg in part.args))
+        known[part] = part is x or part.is_const or (part.op in PRIMITIVES and all(known[arg] for arg in part.args))
     return known[value]
 
 

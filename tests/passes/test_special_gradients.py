@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion.ir.derivative import UPSTREAM, adjoints
-from fusion.ir.expr import Kind, node
-from fusion.ir.ops import evaluate
+from fusion.ir.expr import Kind, const, coord, node
+from fusion.ir.ops import apply, evaluate
 from fusion.passes.pullback.casts import Call
 from fusion.passes.pullback.pointwise import build
 from tests.numerics import assert_as_exact_as_eager
@@ -114,6 +114,12 @@ def test_gradients_that_a_fill_would_take_beyond_the_range(function):
     eager = torch.autograd.grad(function(x), x, torch.full_like(x, 50.0))[0]
     ours = evaluate(derived, lambda leaf: fills if leaf is LEAVES[0] else torch.tensor(50.0), torch.float32)
     assert eager.tolist() == ours.tolist() and eager.isfinite().all()
+
+
+def test_a_tensors_element_is_no_function_of_a_factor():
+    """It is a load at indices that are constants."""
+    slope, distance = node("load", (const(0),), Kind.FLOAT, 3), apply("to_float", coord("j"))
+    assert adjoints(slope * distance, UPSTREAM, [slope])[slope] is UPSTREAM * distance
 
 
 SCORES = {
