@@ -60,7 +60,8 @@ def adjoints(program: Expr, seed: Expr, targets: Iterable[Expr]) -> dict[Expr, E
 
 def _of_gated(gradient: Expr, product: Expr) -> tuple[Expr | None, ...] | None:
     """Gradients of x * h(x), as silu and gelu are: gradient * (h(x) + x * h'(x)), as torch has it. A gradient times a
-    fill x could overflow, where h'(x) is 0. None for other operations."""
+    fill x could overflow, where h'(x) is 0. None for other operations, and where h selects: of an infinite x eager mode
+    then selects 0, and multiplies nothing with it."""
     if product.op != "fmul":
         return None
     for x, gate in (product.args, product.args[::-1]):
@@ -74,10 +75,13 @@ def _slope(x: Expr, value: Expr) -> Expr:
     return adjoints(value, ONE, [x])[x]
 
 
+_SMOOTH = ("sigmoid", "tanh", "erf", "exp", "neg", "fadd", "fsub", "fmul", "div")
+
+
 def _is_function_of(x: Expr, value: Expr) -> bool:
     known: dict[Expr, bool] = {}
     for part in walk(value):
-        known[part] = part is x or part.is_const or (part.op in PRIMITIVES and all(known[arg] for arg in part.args))
+        known[part] = part is x or part.is_const or (part.op in _SMOOTH and all(known[arg] for arg in part.args))
     return known[value]
 
 
