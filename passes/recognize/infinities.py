@@ -48,7 +48,7 @@ def _conditions(value: Expr) -> frozenset[Expr]:
 
 def may_be_nan(value: Expr, known: Sequence[Expr] = ()) -> bool:
     """Whether a score may be NaN at one key where all of `known` holds and Q and K are finite: as a difference of two
-    infinities is, or an infinity times a function of scores that is 0 there (silu). Of a row's maximum there is only
+    infinities is, or an infinity times a factor that is 0 there (silu, a mask). Of a row's maximum there is only
     one: in a row of nothing but -inf, which is NaN as a whole."""
     return _may_be_nan(value, _relevant(known, value))
 
@@ -67,10 +67,16 @@ def _may_be_nan(value: Expr, known: tuple[Expr, ...]) -> bool:
     opposed = value.op == "fsub" or value.op == "fadd" and len({*map(is_negated, value.args)}) == 2
     if opposed and len(infinite) == 2 and not any(map(free_of_keys, infinite)):
         return True
-    products = value.op in ("fmul", "div") and all(has(arg, "dot") for arg in value.args)
-    if infinite and (products or value.op in ("sin", "cos")):
+    if infinite and (value.op in ("sin", "cos") or value.op == "div" and all(has(arg, "dot") for arg in value.args)):
+        return True
+    if value.op == "fmul" and any(_differs_by_score(b) for a, b in (value.args, value.args[::-1]) if a in infinite):
         return True
     return any(may_be_nan(arg, known) for arg in value.args if arg.kind is Kind.FLOAT)
+
+
+def _differs_by_score(factor: Expr) -> bool:
+    """Whether a factor depends on the row and key, so that it may be 0 at some; a constant or one per head is not."""
+    return has(factor, "dot") or bool({"i", "j"} & {*coordinates(factor)})
 
 
 def is_negated(value: Expr) -> bool:

@@ -186,7 +186,14 @@ def masked_then_a_wave(q, k, v, pad):
     return torch.sin((q @ k.mT).masked_fill(~live, -math.inf)).softmax(-1).masked_fill(~live, 0.0) @ v
 
 
-UNSELECTED = [lerped, a_difference_of_masks, a_negated_mask, masked_then_silu, masked_then_a_wave]
+def masked_by_a_logarithm_then_by_a_product(q, k, v, pad):
+    causal = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+    s = q @ k.mT + torch.log(pad[:, None, None].to(q.dtype))
+    return (s * causal - 1e9 * ~causal).softmax(-1).masked_fill(~pad[:, None, None], 0.0) @ v
+
+
+UNSELECTED = [lerped, a_difference_of_masks, a_negated_mask, masked_then_silu, masked_then_a_wave,
+              masked_by_a_logarithm_then_by_a_product]  # fmt: skip
 
 
 @pytest.mark.parametrize("function", UNSELECTED, ids=lambda f: f.__name__)
