@@ -192,16 +192,17 @@ def _check(program: Program, seed: int, verify: bool) -> Result:
 
 def _compared(program: Program, sample: Sample, outcome: Outcome, seed: int) -> Result:
     samples, ours = [sample], [sample.run(outcome.call, sample.given)]
-    first = found = _judged(samples, ours, [sample.exact])
+    first = found = _judged(samples, ours, [sample.eager], [sample.exact])
     if first.verdict is Verdict.OVER or (first.verdict is Verdict.WRONG and math.isfinite(first.share)):
         samples += [Sample(program, seed + 1 + n, sample.function) for n in range(DRAWS - 1)]
         ours += [one.run(outcome.call, one.given) for one in samples[1:]]
-        found = _judged(samples, ours, [one.exact for one in samples])
+        found = _judged(samples, ours, [one.eager for one in samples], [one.exact for one in samples])
         if found.verdict is Verdict.RIGHT:
             return Result(Verdict.LUCK, first.message, first.share)
     if found.verdict in (Verdict.OVER, Verdict.WRONG):
-        stable = _judged(samples, ours, [one.without_unstable() for one in samples])
-        if stable.verdict in (Verdict.RIGHT, Verdict.OVERFLOW):
+        stable = [one.without_unstable() for one in samples]
+        eager = [_finite_where_unstable(*one) for one in zip(samples, ours, stable, strict=True)]
+        if _judged(samples, ours, eager, stable).verdict in (Verdict.RIGHT, Verdict.OVERFLOW):
             return Result(Verdict.UNSTABLE, found.message, found.share)
     if found.verdict is Verdict.WRONG and math.isinf(found.share) and any(map(_is_poisoned, sample.given)):
         return Result(Verdict.POISONED, found.message)
@@ -212,11 +213,22 @@ def _is_poisoned(given: torch.Tensor) -> bool:
     return given.is_floating_point() and bool((~(given.abs() < 1e20)).any())
 
 
-def _judged(samples: list[Sample], ours: list[Tensors], exact: list[Tensors]) -> Result:
+def _finite_where_unstable(sample: Sample, ours: Tensors, stable: Tensors) -> Tensors:
+    """Eager's results, with ours in the place of infinities and NaN where float64 has an unstable number: rounding
+    errors that a large fill multiplies, of which eager's leave the range of its dtype and ours do not."""
+    found = dict(sample.eager)
+    for name, exact in sample.exact.items():
+        if exact.is_floating_point() and name in ours and ours[name].shape == exact.shape:
+            noise = exact.isfinite() & stable[name].isnan() & ours[name].isfinite() & ~found[name].isfinite()
+            found[name] = torch.where(noise, ours[name], found[name])
+    return found
+
+
+def _judged(samples: list[Sample], ours: list[Tensors], eager: list[Tensors], exact: list[Tensors]) -> Result:
     """The verdict on all draws together. Eager's overflows may also be missing where exponentials have no maximum, in
     the place of which the fused softmax has one. A draw with such overflows shows nothing where heads are mixed, whose
     sums are in an order of the library's choice, or weights are divided by their sum, which may have no reciprocal."""
-    program, eager = samples[0].program, [one.eager for one in samples]
+    program = samples[0].program
     largest = max((magnitude(x) for one in samples for x in one.given if x.is_floating_point()), default=1.0)
     kinds = program.kinds
     elsewhere = MIXED_HEADS in kinds or RENORMALIZED in kinds

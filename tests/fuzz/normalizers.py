@@ -17,7 +17,8 @@ EXPONENTIALS = ("torch.exp(s)", "(s - s.amax(-1, keepdim=True)).exp()",
                 "torch.exp(s - s.amax(-1, keepdim=True).detach())", "torch.exp(s - s.detach().amax(-1, keepdim=True))",
                 "torch.exp(s - s.max(-1, keepdim=True)[0])", "torch.exp2(s * 1.4426950408889634)")  # fmt: skip
 UNSHIFTED = "exponentials without a maximum"
-"""They overflow in eager mode where the fused softmax, which has a maximum, does not."""
+"""They overflow in eager mode where the fused softmax, which has a maximum, does not; or they all vanish, as do those
+below the maximum of keys that are masked afterwards."""
 RENORMALIZED = "renormalised"
 GATES = ("torch.sigmoid(s)", "torch.sigmoid(s - 2)", "torch.relu(s).square()", "torch.relu(s)", "F.silu(s)")
 
@@ -35,6 +36,7 @@ def normalize(w: Writer, v: str, kept: list[str]) -> str:
         _exponentials(w)
         if kept and w.chance(0.3):
             w.say(f"e = e * {w.pick(*kept)}")
+            w.note(UNSHIFTED)
         w.say(f"p = {w.pick(*BY_HAND)}")
     elif kind == "normaliser: logsumexp":
         w.say("p = torch.exp(s - s.logsumexp(-1, keepdim=True))")

@@ -7,13 +7,14 @@ import random
 import signal
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.fuzz import kernel_faults, quick, sharded_run
 from tests.fuzz.campaign import Record, in_workers
-from tests.fuzz.check import Sample, Verdict, allowing_overflow, check, verdict
+from tests.fuzz.check import Sample, Verdict, _finite_where_unstable, allowing_overflow, check, verdict
 from tests.fuzz.fault_examples import EXAMPLES
 from tests.fuzz.faults import FAULTS, found_by
 from tests.fuzz.functions import program
@@ -85,6 +86,16 @@ def test_exponentials_that_overflow_make_a_row_of_weights_nan():
     assert allowing_overflow(*found, torch.float32, unshifted=True).verdict is Verdict.OVERFLOW
     found[0][0]["x"][1] = math.nan
     assert allowing_overflow(*found, torch.float32, unshifted=True).verdict is Verdict.WRONG
+
+
+@pytest.mark.parametrize(
+    ("ours", "stable", "expected"), [(1.0, math.nan, 1.0), (math.nan, math.nan, math.inf), (1.0, 4e22, math.inf)]
+)
+def test_infinities_made_of_rounding_errors_are_not_compared(ours, stable, expected):
+    """Only where float64 is unstable and ours is finite."""
+    sample = SimpleNamespace(eager={"x": torch.tensor(math.inf)}, exact={"x": torch.tensor(4e22, dtype=WIDE)})
+    found = _finite_where_unstable(sample, {"x": torch.tensor(ours)}, {"x": torch.tensor(stable, dtype=WIDE)})
+    assert found["x"] == expected
 
 
 def test_float64_has_the_fills_of_float32():
