@@ -149,7 +149,7 @@ def test_targets_take_the_worst_figure():
 def test_findings_survive_in_a_file(tmp_path):
     from benchmarks.gpu.cells import Cell, Place
     from benchmarks.gpu.findings import Findings
-    from benchmarks.gpu.training import Losses, Memory
+    from benchmarks.gpu.models import Losses, Memory
 
     place = Place(row="full", direction="forward", B=1, H=2, N=8, d=16, dtype="bfloat16")
     found = Findings(environment={"versions": {}}, device="none", rehearsal=False)
@@ -175,7 +175,7 @@ def test_a_crash_and_a_hang_cost_one_step_each(tmp_path):
 def test_rounding_of_weights_is_to_a_neighbour_and_fair():
     import torch
 
-    from benchmarks.gpu.training import stochastically_rounded
+    from benchmarks.gpu.models import stochastically_rounded
 
     weights = torch.full((20000,), 1.0 + 2**-9)  # a quarter of the way between two neighbours
     for dtype, share in ((torch.bfloat16, 0.25), (torch.float16, 0.0)):

@@ -45,7 +45,7 @@ def main() -> None:
     dtype = getattr(torch, options.dtype)
     calls = {
         "fusion": torch.compile(full, backend="fusion", dynamic=True),
-        "SDPA": torch.nn.functional.scaled_dot_product_full,
+        "SDPA": torch.nn.functional.scaled_dot_product_attention,
     }
     print(f"{HEADS} heads, {options.dtype}; shares of the allowed error: median, largest; draws beyond it\n")
     print("| queries, keys, d | result | fusion | SDPA |\n| --- | --- | ---: | ---: |")

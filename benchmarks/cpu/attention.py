@@ -49,7 +49,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=None, help="torch threads (default: torch's own choice)")
     parser.add_argument("--busy", action="store_true", help="least processor times of one thread, beside other work")
     parser.add_argument("--cold", action="store_true", help="compile without Inductor's caches, for compile times")
-    parser.add_argument("--append", type=Path, help="add the cells to this result file, replacing those it has")
     parser.add_argument("--no-save", action="store_true", help="print only")
     return parser.parse_args()
 
@@ -212,35 +211,16 @@ LEGEND = (
 def page(data: dict) -> str:
     """The result file as a page."""
     where = data["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
     peaks = ", ".join(f"{name} {rate:.0f}" for name, rate in where["peaks"].items())
-    parts = [
-        f"# CPU benchmark, {where['date']}",
-        f"{where['cpu']}, {where['threads']} threads on {where['cores']} cores; {where['system']}, "
-        f"Python {where['python']}; {versions}; commit {where['commit'] or 'unknown'}.",
-        f"Multiply-add peaks at the start, in GFLOP/s: {peaks}.",
-        LEGEND,
-        "## Attention variants",
-        variant_table(data["rows"]),
-    ]
-    return "\n\n".join(parts) + "\n"
+    start = f"{where['threads']} threads; multiply-add peaks at the start, in GFLOP/s: {peaks}."
+    parts = [start, LEGEND, "## Attention variants", variant_table(data["rows"])]
+    return results.heading("CPU benchmark") + "\n\n".join(parts) + "\n"
 
 
-def merged(old: dict, new: dict) -> dict:
-    """`new` over `old`: cells measured again replace the earlier ones, all others stay."""
-    if old["environment"]["cpu"] != new["environment"]["cpu"]:
-        raise SystemExit(f"--append: that file is from another machine ({old['environment']['cpu']}); write a new one")
-    place = lambda cell: (cell["row"], cell["N"], cell["d"], cell["dtype"])
-    again = set(map(place, new["rows"]))
-    return new | {"rows": [cell for cell in old["rows"] if place(cell) not in again] + new["rows"]}
-
-
-def save(data: dict, append: Path | None) -> Path:
+def save(data: dict) -> Path:
     """Write the JSON file and its Markdown beside it; returns the JSON file's path."""
     stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d-%H%M")
-    path = append or results.FOLDER / f"{stamp}-cpu.json"
-    if path.exists():
-        data = merged(json.loads(path.read_text()), data)
+    path = results.FOLDER / f"{stamp}-cpu.json"
     path.write_text(json.dumps(data, indent=1) + "\n")
     path.with_suffix(".md").write_text(page(data))
     return path
@@ -258,7 +238,7 @@ def main() -> int:
     data = run(options)
     print(f"\n{variant_table(data['rows'])}\n\n{LEGEND}")
     if not options.no_save:
-        print(f"written: {save(data, options.append)} and .md")
+        print(f"written: {save(data)} and .md")
     ours = [cell["entries"].get("fusion", {}) for cell in data["rows"]]
     return int(any(entry.get("note", "").startswith("wrong") for entry in ours))
 

@@ -1,20 +1,24 @@
-"""Attention that is more than a softmax over scores, on a CPU: a study for each page or row of docs/performance.md.
+"""Attention that is more than a softmax over all scores, on a CPU: a study for each row of docs/performance.md.
 
     python -m benchmarks.cpu.features divided [--lengths 512 1024] [--heads 12] [--dtype bfloat16] [--cases of_relu]
     python -m benchmarks.cpu.features weights --train
 
-divided: weights that are divided by a sum of their own (docs/weights.md). weights: weights or statistics of them as
-results ("alone": the attention without them; "writing": a fresh tensor of the weights' size). mixed_heads: heads that
-are mixed before and after the softmax, as in CaiT ("unmixed": the same without). indexer: 512 keys for each query
-(DeepSeek-V3.2), as sets of keys, as a mask of all keys, and what the indexer takes by itself. nested: a layer over
-jagged nested tensors, and padded. recurrent: one query over few keys, once for each token ("kernels": nothing is left
-to Inductor). reproducible: with that option and without it.
+masks: those that are data; SDPA gets its mask, made outside the time, fusion eager code and what a model passes
+("without map": no dead tiles are looked for in mask tensors; "full": no mask). Masks of positions are in
+`benchmarks.cpu.attention`. divided: weights that are divided by a sum of their own (docs/weights.md). weights: weights
+or statistics of them as results ("alone": the attention without them; "writing": a fresh tensor of the weights' size).
+mixed_heads: heads that are mixed before and after the softmax, as in CaiT ("unmixed": the same without). indexer: 512
+keys for each query (DeepSeek-V3.2), as sets of keys, as a mask of all keys, and what the indexer takes by itself.
+nested: a layer over jagged nested tensors, and padded. recurrent: one query over few keys, once for each token
+("kernels": nothing is left to Inductor). reproducible: with that option and without it. approximate: queries and keys
+on the unit sphere (scores within 1), with the measured and certified error of the last 256 rows, and what ran.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import math
 from collections.abc import Iterator
 from unittest import mock
 
@@ -22,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fusion
 from benchmarks.common.compare import Case, Function, chosen, compiled, contestants, draw, main
 from benchmarks.common.rows import full
 from fusion.planning import pays
@@ -32,6 +37,64 @@ D = 64
 def scores(q: Tensor, k: Tensor) -> Tensor:
     """[1, H, N, N]."""
     return q @ k.mT / q.shape[-1] ** 0.5
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return torch.softmax(scores(q, k).masked_fill(~keep, -torch.inf), -1) @ v
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return torch.softmax(scores(q, k) + bias, -1) @ v
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+    return masked(q, k, v, documents[:, None, :, None] == documents[:, None, None, :])
+
+
+def real_and_past(q: Tensor, k: Tensor, tokens: Tensor) -> Tensor:
+    """[B, 1, N, N]: keys that are no padding, up to each query."""
+    i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None, :]
+    return (j <= i) & (tokens[:, None, None, :] != 0)
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor) -> Tensor:
+    dead = ~real_and_past(q, k, tokens)
+    return torch.softmax(scores(q, k).masked_fill(dead, torch.finfo(q.dtype).min), -1) @ v
+
+
+def padded_call(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, real_and_past(q, k, tokens))
+
+
+def masks_of(n: int, dtype: torch.dtype) -> dict[str, tuple[Function, Tensor]]:
+    """Functions, and the data that each takes. Four documents of equal length; a third of the tokens is padding, on the
+    left."""
+    documents = (torch.arange(n) // -(-n // 4))[None]
+    tokens = (torch.arange(n) >= n // 3).long()[None]
+    causal = torch.ones(n, n, dtype=torch.bool).tril()[None, None]
+    return {
+        "packed": (packed, documents),
+        "packed mask": (masked, (documents[0][:, None] == documents[0])[None, None]),
+        "causal mask": (biased, torch.zeros(1, 1, n, n, dtype=dtype).masked_fill(~causal, torch.finfo(dtype).min)),
+        "random": (masked, torch.rand(1, 1, n, n, generator=torch.Generator().manual_seed(1)) > 0.5),
+        "padded": (padded, tokens),
+        "padded call": (padded_call, tokens),
+    }
+
+
+def masks(options: argparse.Namespace) -> Iterator[Case]:
+    for n in options.lengths or [4096]:
+        operands = draw(options, *[(1, options.heads or 4, n, D)] * 3)
+        known = masks_of(n, operands[0].dtype)
+        for name in options.cases or known:
+            plain, data = known[name]
+            functions: dict[str, Function | None] = {
+                "fusion": compiled(plain, strict=True),
+                "without map": compiled(lambda *x, plain=plain: plain(*x), tile_maps="never"),
+                "full": compiled(lambda q, k, v, _: full(q, k, v)),
+                "SDPA": F.scaled_dot_product_attention if plain in (masked, biased) else None,
+            }
+            yield Case(name=f"{name}, N = {n}", tensors=[*operands, data], functions=functions, plain=plain)
 
 
 def renormalised(q, k, v):
@@ -216,8 +279,47 @@ def reproducible(options: argparse.Namespace) -> Iterator[Case]:
             yield Case(name=name, tensors=tensors, functions=functions, plain=function)
 
 
-STUDIES = {f.__name__: f for f in
-           (divided, weights, mixed_heads, indexer, nested, recurrent, reproducible)}  # fmt: skip
+unscaled: Function = functools.partial(F.scaled_dot_product_attention, scale=1.0)
+unscaled_causal: Function = functools.partial(unscaled, is_causal=True)
+
+
+def bounded(n: int, d: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Queries and keys on the unit sphere, values standard normal; 4 heads."""
+    q, k, v = torch.randn(3, 1, 4, n, d)
+    return tuple(x.to(dtype) for x in (0.98 * F.normalize(q, dim=-1), F.normalize(k, dim=-1), v))
+
+
+def last_rows(inputs: tuple[Tensor, ...], is_causal: bool) -> Tensor:
+    """The last 256 rows in float64 (a float64 product of everything would take longer than all else)."""
+    q, k, v = (x.double() for x in inputs)
+    scores, n = q[:, :, -256:] @ k.transpose(-1, -2), k.shape[-2]
+    if is_causal:
+        scores.masked_fill_(torch.arange(n - 256, n)[:, None] < torch.arange(n), -math.inf)
+    return torch.softmax(scores, -1) @ v
+
+
+def case_of(title: str, inputs: tuple[Tensor, ...], function: Function = unscaled) -> Case:
+    """Approximate and exact attention on the same inputs; its name has the errors and what ran."""
+    ours = compiled(lambda *x: function(*x), inner="eager", approximate="polynomial", epsilon=1e-2)
+    result, certificates = ours(*inputs), fusion.last_certificates()
+    error = (result[:, :, -256:].double() - last_rows(inputs, function is unscaled_causal)).norm(dim=-1).max()
+    ran = sum(len(c.heads) for c in certificates if c.ran != "exact")
+    what = "".join(f", degree {c.degree} ({c.features} features)" for c in certificates[:1] if c.degree)
+    allowed = max(c.output_error for c in certificates)
+    name = f"{title}: error {error:.1e} <= {allowed:.1e}, {ran} heads approximate{what}"
+    return Case(name=name, tensors=[*inputs], functions={"fusion": ours, "exact": compiled(function, inner="eager")})
+
+
+def approximate(options: argparse.Namespace) -> Iterator[Case]:
+    dtype = getattr(torch, options.dtype)
+    for n in options.lengths or [4096, 8192, 16384]:
+        for d in (16, 32):
+            yield case_of(f"bounded, d={d}, N={n}", bounded(n, d, dtype))
+        yield case_of(f"causal, bounded, d=32, N={n}", bounded(n, 32, dtype), unscaled_causal)
+
+
+STUDIES = {f.__name__: f for f in (masks, divided, weights, mixed_heads, indexer, nested, recurrent, reproducible,
+                                  approximate)}  # fmt: skip
 
 if __name__ == "__main__":
     raise SystemExit(main(__doc__, STUDIES))

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.cells import Cell, Place
-from benchmarks.gpu.models import WholeModel
-from benchmarks.gpu.training import Losses, Memory
+from benchmarks.gpu.models import Losses, Memory, WholeModel
 from benchmarks.gpu.tuning import Tuned
 
 STARTING = 150  # s that a process may take until its first step: imports, the device, what there is to do

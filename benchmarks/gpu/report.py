@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from benchmarks.common.results import table
 from benchmarks.gpu.cells import COMPETITORS, SDPA, Cell
 from benchmarks.gpu.findings import Findings
-from benchmarks.gpu.models import CONTESTANTS
-from benchmarks.gpu.training import MEMORY_GROWTH
+from benchmarks.gpu.models import CONTESTANTS, MEMORY_GROWTH
 from fusion.machine import Machine
 
 PROGRAMS = ("alibi", "softcap", "window", "bias", "table", "packed")

@@ -20,8 +20,7 @@ from benchmarks.gpu.cells import Cell as Measured
 from benchmarks.gpu.check import checks
 from benchmarks.gpu.device import Device, running
 from benchmarks.gpu.findings import STARTING, Findings
-from benchmarks.gpu.models import measure_model
-from benchmarks.gpu.training import follow, grow
+from benchmarks.gpu.models import follow, grow, measure_model
 from benchmarks.gpu.tuning import compile_trial, take, trials
 
 HEADS = {64: 32, 128: 16, 256: 8, 512: 4}

@@ -138,23 +138,21 @@ def inner_loops(text: str) -> list[Loop]:
 
 def disassemble(binary: bytes) -> str:
     """The text of a binary for NVIDIA devices."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        return _run("nvdisasm", "-c", file.name)
+    return _run(binary, "nvdisasm", "-c")
 
 
 def registers_of(binary: bytes) -> int:
     """Registers of a thread."""
+    usage = _run(binary, "cuobjdump", "--dump-resource-usage")
+    return max(map(int, re.findall(r"REG:(\d+)", usage)), default=0)
+
+
+def _run(binary: bytes, tool: str, option: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        return max(map(int, re.findall(r"REG:(\d+)", _run("cuobjdump", "--dump-resource-usage", file.name))), default=0)
-
-
-def _run(tool: str, *arguments: str) -> str:
-    done = subprocess.run([os.path.join(_folder(), tool), *arguments], capture_output=True, text=True, check=True)
-    return done.stdout
+        command = [os.path.join(_folder(), tool), option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @functools.cache
