@@ -13,7 +13,7 @@ import fusion
 from benchmarks.gpu.cells import Operands, Place, operands_of
 from benchmarks.gpu.device import Device, Rehearsal
 from benchmarks.offline.absent import absent, meta
-from benchmarks.offline.static_cells import Settled
+from benchmarks.offline.tile_choices import Settled
 from fusion.codegen.triton.autotune import agree
 from fusion.codegen.triton.backward import may_join
 from fusion.codegen.triton.candidates import candidates

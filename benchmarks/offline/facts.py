@@ -140,7 +140,7 @@ def facts_of_features(
 
 
 def _signature_by_names(
-    names: Sequence[str], pointers: Mapping[str, str], given: Mapping[str, int], floats: Sequence[str] = ()
+    names: Sequence[str], pointers: Mapping[str, str], given: Mapping[str, int]
 ) -> tuple[dict, dict, dict]:
     """Of a kernel whose constants are in capitals. pointers: to what is not float32; strides are multiples of 16."""
     signature, constants, attributes = {}, {}, {}
@@ -150,7 +150,7 @@ def _signature_by_names(
         elif name.endswith("_ptr"):
             signature[name] = pointers.get(name, "*fp32")
         else:
-            signature[name] = "fp32" if name in floats else "i32"
+            signature[name] = "i32"
         if name.endswith(("_ptr", "_row", "_head")):
             attributes[(position,)] = [["tt.divisibility", 16]]
     return signature, constants, attributes

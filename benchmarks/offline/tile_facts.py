@@ -21,29 +21,23 @@ import os
 import triton
 
 from benchmarks.common.rows import GPU_ROWS
-from benchmarks.offline.static_cells import FORWARD_ONLY, Cell, compiled
+from benchmarks.offline.tile_choices import FORWARD_ONLY, Cell, compiled
 from fusion.codegen.triton.forward import Forward
 from fusion.machine import Machine, of_target
 from fusion.planning import gpu_facts
 from fusion.planning.choice import Tile
-from fusion.planning.gpu_clocks import BACKWARD, JOINT, Work, registers, work_of
+from fusion.planning.gpu_clocks import BACKWARD, JOINT, Work, registers
 from fusion.planning.gpu_facts import Fact
 from fusion.planning.gpu_feasible import cell_of, fact_of, fits, most_registers, place_of, slowed, spills_known
-from fusion.planning.gpu_model import USUAL, USUAL_HEADS, all_tiles, extent_of, in_order, may_rotate
+from fusion.planning.gpu_model import all_tiles, in_order, may_rotate
 
 EXPLORED = 1.3
 """Tiles whose estimated registers exceed a thread's by more are not compiled."""
 
 
-def work_of_cell(cell: Cell, kernel: str) -> Work:
-    """What a cell's kernel does."""
-    return work_of(cell.spec, kernel, cell.spec.d.integer, cell.spec.d_v.integer)
-
-
 def next_tile(work: Work, machine: Machine, cell: Cell) -> Tile:
     """The tile that would be chosen if all that were not compiled, and are not far from fitting, were known to fit."""
-    extent = extent_of(cell.spec, work.kernel, USUAL_HEADS, USUAL, USUAL)
-    rotates = may_rotate(cell.spec, work.kernel)
+    extent, rotates = cell.extent(work.kernel), may_rotate(cell.spec, work.kernel)
 
     def worth(tile: Tile) -> bool:
         if fact_of(work, tile, machine) is not None:
@@ -57,7 +51,7 @@ def next_tile(work: Work, machine: Machine, cell: Cell) -> Tile:
 
 def explore(cell: Cell, kernel: str, machine: Machine, most: int) -> None:
     """Add facts of a kernel until the tile that would be chosen is known."""
-    work = work_of_cell(cell, kernel)
+    work = cell.work(kernel)
     for _ in range(most):
         tile = next_tile(work, machine, cell)
         if fact_of(work, tile, machine) is not None:
@@ -101,7 +95,7 @@ def main() -> None:
             if JOINT in found and not (machine.additions and cell.joins):
                 found.remove(JOINT)
             for kernel in (kernel for kernel in found if kernel in options.kernels):
-                key = (machine.architecture, *cell_of(work_of_cell(cell, kernel), machine)[1:])
+                key = (machine.architecture, *cell_of(cell.work(kernel), machine)[1:])
                 if options.renew and key not in begun:
                     gpu_facts.FACTS.pop(key, None)
                 begun.add(key)

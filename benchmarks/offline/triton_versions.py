@@ -16,7 +16,7 @@ from rich.progress import track
 from benchmarks.common import results
 from benchmarks.common.rows import GPU_ROWS
 from benchmarks.offline.facts import Facts, OfflineCompilationError, facts_of
-from benchmarks.offline.static_cells import Cell
+from benchmarks.offline.tile_choices import Cell
 from fusion.machine import of_target
 
 HEAD = ["kernel", "program", "d", "target", "shared B", "registers", "spills B", "products", "notes", "s"]

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton", reason="kernels need triton")
 
-from benchmarks.offline import static_cells, tile_choices
+from benchmarks.offline import tile_choices
 from fusion.machine import of_target
 from fusion.planning import gpu_facts
 from fusion.planning.gpu_facts import FEW_SPILLED
@@ -59,7 +59,7 @@ def test_facts_are_those_of_kernels(name: str, target: str) -> None:
         cell = tile_choices.Cell(name=name, d=d)
         for chosen in tile_choices.choices_of(cell, machine):
             kernel = chosen.work.kernel
-            facts = static_cells.compiled(cell, machine, [kernel], {kernel: chosen.tile})[kernel]
+            facts = tile_choices.compiled(cell, machine, [kernel], {kernel: chosen.tile})[kernel]
             spilled = facts.main.spills / len(facts.main.body)
             named = (target, chosen.work.program, d, kernel) in SPILLING
             assert spilled <= FEW_SPILLED or named, (chosen.name, facts.main.spills)
