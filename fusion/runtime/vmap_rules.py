@@ -1,4 +1,5 @@
-"""Rules of `torch.vmap` for the operators: one call with one more batch coordinate.
+"""Rules of `torch.vmap`, and of batches of gradients (`torch.autograd.grad(is_grads_batched=True)`, vectorized
+`torch.autograd.functional`), for the operators: one call with one more batch coordinate.
 
 Every operand, and every result, gets one more dimension, its first, and the spec one more batch coordinate, also the
 first. So an operand that is shared by the batch has to be expanded.
@@ -16,7 +17,9 @@ from torch import Tensor
 from fusion.ir.expr import Expr, coord, load, rebuild, size
 from fusion.ir.spec import AttentionSpec, Output
 from fusion.ir.tile_map import MapSpec
+from fusion.torch_private.functorch import off_batch
 from fusion.torch_private.operators import schema
+from fusion.torch_private.tensors import tree_map
 
 _WITH_STATISTICS = ("attention_forward", "attention_outputs")
 """Operators whose second result are statistics of rows."""
@@ -38,18 +41,27 @@ def register(library: torch.library.Library, name: str, describe: Callable[[str]
     names = [argument.name for argument in schema(op).arguments]
     sizes, spec = names.index("sizes"), names.index("spec")
 
-    def rule(info: Any, dims: Sequence[Any], *arguments: Any) -> tuple[Any, Any]:
+    def call(count: int, dims: Sequence[Any], arguments: Sequence[Any]) -> Any:
         described = zip(names, arguments, dims, strict=True)
-        given = [_moved(a, dim, info.batch_size, _place(name, a)) for name, a, dim in described]
-        given[sizes], given[spec] = [*arguments[sizes], info.batch_size], describe(arguments[spec])
-        result = op(*given)
+        given = [_moved(a, dim, count, _place(name, a)) for name, a, dim in described]
+        given[sizes], given[spec] = [*arguments[sizes], count], describe(arguments[spec])
+        return op(*given)
+
+    def rule(info: Any, dims: Sequence[Any], *arguments: Any) -> tuple[Any, Any]:
+        result = call(info.batch_size, dims, arguments)
         if name not in _WITH_STATISTICS:
             return result, 0
         _, statistics, *aux_outputs = result
         every = 0, 1 if statistics.dim() > 1 else None, *(0 for _ in aux_outputs)
         return result, every if isinstance(result, tuple) else [*every]
 
+    def rule_of_gradients(*given: Any) -> Any:
+        arguments, count, on_batch = off_batch(given)
+        return on_batch(call(count, tree_map(lambda _: 0, arguments), arguments))
+
     torch.library.register_vmap(f"fusion::{name}", rule, lib=library)
+    if name not in _WITH_STATISTICS:  # which no gradient calls
+        library.impl(name, rule_of_gradients, "Batched")
 
 
 def register_table(library: torch.library.Library) -> None:

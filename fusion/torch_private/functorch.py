@@ -7,7 +7,7 @@ Python around it). This module treats them alike.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch._functorch import eager_transforms, predispatch
 from torch.autograd import forward_ad
 
 from fusion.torch_private import autograd
+from fusion.torch_private.tensors import tree_leaves, tree_map, tree_map_only
 
 KINDS = ("grad", "jvp", "vmap")
 _PLACES = (predispatch, eager_transforms, forward_ad, torch._C._functorch, torch._C._autograd, torch._C, torch)
@@ -67,6 +68,20 @@ def of_vmap(target: Any) -> Any:
     """Function behind a call that opens or closes a level of vmap, or puts a tensor on it, whose wrapper would be
     traced; None for other calls."""
     return _BEHIND.get(id(target))
+
+
+def off_batch(given: Any) -> tuple[Any, int, Callable[[Any], Any]]:
+    """Nested arguments of a kernel at the dispatch key "Batched", that of `torch.autograd.grad(is_grads_batched=True)`:
+    their tensors with the batch as first dimension, its size, and the function that puts results on it again."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+
+    def off(count: int) -> Any:
+        return tree_map_only(torch.Tensor, lambda x: torch._remove_batch_dim(x, level, count, 0), given)
+
+    # A tensor that is not of the batch is expanded to its size; of none, its first dimension is empty.
+    size = max(len(x) for x in tree_leaves(off(0)) if isinstance(x, torch.Tensor))
+    return off(size), size, lambda results: tree_map(lambda x: torch._add_batch_dim(x, 0, level), results)
 
 
 def depth() -> int:

@@ -145,6 +145,13 @@ def test_a_kernel_for_training_that_fails_is_replaced_where_its_tensors_are(monk
     assert statistics.shape == torch.Size(shape) and statistics.dtype is results.statistics_dtype(given)
 
 
+def test_a_call_that_the_reference_cannot_compute_either_breaks_no_kernel():
+    guarded = GuardedTraining(run()[0].sites[0].spec, object())
+    with pytest.raises(IndexError):
+        guarded.outputs([], [2, 3, 17, 17])
+    assert not guarded.broken
+
+
 def test_without_torch_mlir_the_report_says_so(monkeypatch):
     monkeypatch.setattr("fusion.codegen.cpu.unavailable", lambda: "torch-mlir is not installed")
     kernels.forget()

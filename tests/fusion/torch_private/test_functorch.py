@@ -126,3 +126,23 @@ def test_a_level_of_tangents(outside: bool) -> None:
         dual = autograd.make_dual(torch.tensor([2.0]), torch.tensor([1.0]))
         value, tangent = (functorch.taken_off(t, level) for t in autograd.unpack_dual(dual**3))
     assert value.tolist() == [8.0] and tangent.tolist() == [12.0] and functorch.depth() == -1
+
+
+def test_gradients_in_a_batch_are_taken_off_it_and_put_on_it() -> None:
+    shared, sizes = torch.randn(4), []
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            (plain, others, number), size, on_batch = functorch.off_batch((grad, [shared], 2))
+            assert plain.shape == others[0].shape == (3, 4) and torch.equal(others[0][1], shared)
+            sizes.append(size)
+            return on_batch([plain * number])[0]
+
+    x, arriving = torch.randn(4, requires_grad=True), torch.randn(3, 4)
+    (got,) = torch.autograd.grad(Doubled.apply(x), x, arriving, is_grads_batched=True)
+    assert sizes == [3] and torch.equal(got, 2 * arriving)
