@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 SAMPLE = 2e-3  # s; shorter calls are repeated within one sample, so that the clock's own cost disappears
 SETTLE = 2  # samples of each competitor that are thrown away
+LONG = 0.5  # s; of longer calls one is thrown away
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,7 +56,9 @@ def interleave(
     running = [entry for entry in entries if entry.call is not None]
     repeats = {}
     for entry in running:
-        once = [_sample(entry, 1, time.perf_counter) for _ in range(SETTLE)][-1]
+        for _ in range(SETTLE):
+            if (once := _sample(entry, 1, time.perf_counter)) > LONG:
+                break
         repeats[entry.name] = max(1, round(SAMPLE / once)) if entry.setup is None else 1
     gc.collect()
     gc.disable()
@@ -67,7 +70,8 @@ def interleave(
                 ready = time.perf_counter() + settle
                 while settle and time.perf_counter() < ready:
                     _sample(entry, 1, clock)
-                if times == 1:  # not timed: threads of the one before may still be spinning, its data fill the caches
+                # not timed: threads of the one before may still be spinning, its data fill the caches
+                if times == 1 and len(running) > 1:
                     _sample(entry, 1, clock)
                 entry.times.append(_sample(entry, times, clock))
             turn += 1
