@@ -84,15 +84,21 @@ MODELS = {
         "float32": ("fusion", "fusion+packed", "openvino", "onnxruntime"),
         "bfloat16": ("fusion", "fusion+packed", "openvino"),
     },
+    "2026-12-01-models-amx": {
+        "float32": ("Inductor", "fusion", "fusion+packed", "openvino", "onnxruntime"),
+        "bfloat16": ("Inductor", "fusion", "fusion+packed", "openvino"),
+    },
 }
 """Result files, and the runtimes of their columns by dtype."""
+LEADS = ("\nOn a Xeon with AMX:\n\n", "\nThe same processor, longer texts, on a host with other tenants:\n\n")
+"""Words before the tables after the first."""
 NAMES = {"fusion+tf32": "fusion, tf32 allowed", "fusion+packed": "fusion, packed", "openvino": "OpenVINO",
          "onnxruntime": "ONNX Runtime"}  # fmt: skip
 
 
 def models() -> str:
     """The tables of docs/performance.md, in Markdown."""
-    return "\nOn a Xeon with AMX:\n\n".join(_models(name, runtimes) for name, runtimes in MODELS.items())
+    return "".join(lead + _models(*entry) for lead, entry in zip(("", *LEADS), MODELS.items(), strict=True))
 
 
 def _models(file: str, runtimes: dict[str, tuple[str, ...]]) -> str:
