@@ -33,9 +33,9 @@ from fusion.planning.register_tiles import Target, target_of
 HERE = target_of(Machine.detect())
 AVX2 = Target(lanes=8, tile_rows=4, tile_groups=3)
 AVX512 = Target(lanes=16, avx512=True, tile_rows=8, tile_groups=3)
-PAIRS = replace(AVX512, pairs=True)
+PAIRS = replace(AVX512, pairs=True, looks_up_bytes=True)
 ARM_PAIRS = Target(lanes=4, pairs=True, tile_rows=4, tile_groups=4)
-AMX = replace(AVX512, amx=True)
+AMX = replace(AVX512, amx=True, looks_up_bytes=True)
 AMX_FP16 = replace(AMX, float16=True)
 
 HALF, HELD = "vector<16xbf16>", "vector<256xi32>"

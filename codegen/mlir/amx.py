@@ -20,10 +20,10 @@ from fusion.planning.register_tiles import PLANES, Tiling, in_float16
 from .builder import Value
 from .micro_kernel import SCORE_PAIRS, TILE_ELEMENTS, AmxTiles, MatrixOperand
 from .products import InterleavedWork, MultiplyAdd, WorkOfStep, vector_products
-from .rows import RowReader, Rows, load_f32, load_line, widen_pairs
+from .rows import RowReader, Rows, load_f32, load_line
 from .values import Array, round_up, vector_of
-from .vectormath import sum_rows, transpose
-from .x86 import BF16, F32, LANES, WORDS, Avx512, split_lines, split_pairs
+from .vectormath import transpose
+from .x86 import LANES, WORDS, magnitude, split_lines, split_pairs
 
 if TYPE_CHECKING:
     from .skeleton import KernelFunction
@@ -42,6 +42,7 @@ class Amx:
     key_step = 32
     nr = 2
     lanes = 16
+    lines_of_keys, lines_of_values = (2, 16, 32, TILE_ELEMENTS), (16, TILE_ELEMENTS // 2, 1)  # see `fixed_shift`
     staging: Value  # see `MultiplyAdd`
 
     def __init__(
@@ -71,13 +72,9 @@ class Amx:
         """See `x86.split_lines`, of an operand (`QUERIES`, `KEYS` or `VALUES`) for the first or second product."""
         b = self.b
         if self.max_abs is not None:
-            place, bits = b.at(self.max_abs, LANES * operand, "i32"), b.most(*map(self._magnitude, (low, high)))
+            place, bits = b.at(self.max_abs, LANES * operand, "i32"), b.most(magnitude(b, low), magnitude(b, high))
             b.store(b.most(b.load(place, WORDS, "worst"), bits), place)
         return split_lines(b, low, high, *self.formats[product])
-
-    def _magnitude(self, x: Value) -> Value:
-        """|x| as bits: they are ordered as the numbers are, NaN above all."""
-        return self.b.and_(self.b.bitcast(x, WORDS), 0x7FFFFFFF, "magnitude")
 
     def _pack_row(self, rows: Rows, row: Value, column: Value, target: Value, operand: int) -> None:
         """32 elements of a row as one vector of bf16 per plane, a tile apart."""
@@ -140,40 +137,6 @@ class Amx:
             for column, line in enumerate(transpose(b, pairs)):
                 b.store(line, b.at(base, 32 * column, "bf16"))
 
-    def query_norms(self, packed: Value) -> Value:
-        """The squared norms of a packed group of 16 queries of one plane, a lane each, as bits of float32."""
-        b = self.b
-        with b.carry(0, 16 * self.chunks, 1, [b.constant(0.0, F32)], hint="pair") as (loop, pair, (total,)):
-            loop.yields(self._add_squares(b.row(packed, pair, 32, "bf16"), total))
-        return self._magnitude(loop.results[0])
-
-    def key_norms(self, packed: Value) -> Value:
-        """The largest squared norms of keys r and r + 16 of a packed key step of one plane, for r in lane r."""
-        b = self.b
-        with b.carry(0, 2, 1, [b.constant(0, WORDS)], hint="half") as (halves, half, (largest,)):
-            start = [b.constant(0.0, F32) for _ in range(16)]
-            with b.carry(0, self.chunks, 1, start, hint="chunk") as (loop, chunk, totals):
-                tile = b.row(packed, b.add(chunk, b.mul(half, self.chunks)), TILE_ELEMENTS, "bf16")
-                loop.yields(*(self._add_squares(b.at(tile, 32 * r, "bf16"), total) for r, total in enumerate(totals)))
-            halves.yields(b.most(largest, self._magnitude(sum_rows(b, loop.results))))
-        return halves.results[0]
-
-    def value_magnitudes(self, packed: Value) -> Value:
-        """The largest magnitudes in a packed step of values of one plane, over all lanes, as bits of float32."""
-        b = self.b
-        with b.carry(0, 16 * self.e_blocks, 1, [b.constant(0, WORDS)], hint="line") as (loop, line, (worst,)):
-            bits = b.load(b.row(packed, line, 32, "bf16"), WORDS, "pair")
-            high = b.and_(bits, 0x7FFF0000)
-            low = b.binary("arith.shli", b.and_(bits, 0x7FFF), 16)
-            loop.yields(b.most(worst, b.most(high, low), "worst"))
-        return loop.results[0]
-
-    def _add_squares(self, address: Value, total: Value) -> Value:
-        """`total` plus the squares of the two bf16 in each lane."""
-        for x in widen_pairs(self.b, self.b.load(address, WORDS, "pair")):
-            total = self.b.fma(x, x, total, "squares")
-        return total
-
     def scores(
         self, keys: Value, queries: Sequence[Value], target: Sequence[Value], beside: WorkOfStep | None = None
     ) -> None:
@@ -196,16 +159,6 @@ class Amx:
     def pairs(self, first: Value, second: Value) -> list[Value]:
         """See `x86.split_pairs`."""
         return split_pairs(self.b, first, second, self.planes, self.keeps_nan, self.formats[1][1])
-
-    def store_powers(
-        self, target: Value, key: Value, first: Value, second: Value, total: Value, ordinary: bool
-    ) -> Value:
-        """Weights from exponents (of `Avx512.power_pairs`), for one plane. Returns `total` with the weights added, as
-        they were rounded."""
-        b, vectors = self.b, Avx512(self.b)
-        pair = vectors.power_pairs(first, second, ordinary)
-        b.store(pair, b.row(target, key, 16, "bf16"), align=64)
-        return vectors.add_pair_products(total, b.bitcast(pair, BF16), b.constant(1.0, BF16))
 
     def accumulate(
         self, values: Value, steps: Value, weights: Array, output: Array, sets: Value | None = None,

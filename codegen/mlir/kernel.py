@@ -176,7 +176,7 @@ class AttentionKernel(KernelFunction):
             at = tiles.queries[g]
             p.pack_queries(readers[0], b.add(first, b.mul(g, self.lanes)), at)
             if self.bounded is not None:
-                self.bounded.store_query_norms(g, at)
+                self.bounded.note_queries(g, at)
         return Item(
             number=number, scope=scope, readers=readers, first=first, count=count, groups=groups,
             padded_groups=padded_groups, part=part,
@@ -190,7 +190,7 @@ class AttentionKernel(KernelFunction):
         values = p.values_of(self.packed_values, n)
         p.pack_values(readers[2], key, values)
         if self.bounded is not None:
-            self.bounded.store_step_norms(n, keys, values)
+            self.bounded.note_step(n, keys, values)
 
     def _any_dead(self, item: Item, fill: float) -> Value:
         b = self.b

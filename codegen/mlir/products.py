@@ -160,6 +160,8 @@ class Bf16Dot(MultiplyAdd):
     def __init__(self, kernel: Bf16Vectors, target: Target, d: int, e: int, key_steps: Value):
         super().__init__(kernel, target, d, e, key_steps)
         self.unit, self.pairs = kernel.unit, kernel.pairs
+        self.lines_of_keys = 1, self.mr, self.d_padded, 2 * self.lanes  # see `fixed_shift`
+        self.lines_of_values = self.words_of_step * self.mr // self.lanes, self.mr, self.column_words
 
     def elements(self, rows: Rows, row: Value | int, column: Value | int) -> Value:
         b = self.b

@@ -236,13 +236,13 @@ class GroupSoftmax:
         exponents = b.side_by_side([functools.partial(exponent, key) for key in keys])
         return [weigh(keys[PAIR * n], *exponents[PAIR * n :][:PAIR], total) for n, total in enumerate(sums)]
 
-    def weigh_all(self, rows: RowProgram, weigh: Weigh, low: Value | int, high: Value) -> None:
-        """`apply_and_weigh` for keys [low, high), and rows of no weight up to the key step."""
+    def weigh_all(self, rows: RowProgram, weigh: Weigh, low: Value | int, high: Value, whole: Weigh) -> None:
+        """`apply_and_weigh` for keys [low, high), UNROLL at a time by `whole`; rows of no weight up to the key step."""
         b, zero = self.b, self.b.constant(0.0, self.vector)
         end = b.least(high, self.block.count)
         main = b.add(low, b.floor_to(b.sub(end, low), UNROLL))
         with b.carry(low, main, UNROLL, [zero] * (UNROLL // PAIR), hint="j") as (loop, j, sums):
-            loop.yields(*self.apply_and_weigh(rows, weigh, j, sums))
+            loop.yields(*self.apply_and_weigh(rows, whole, j, sums))
         self.add_total(loop.results)
         with b.when(b.compare("slt", main, high)):
             with b.loop(main, end, hint="j") as j:

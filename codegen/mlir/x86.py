@@ -32,6 +32,11 @@ def restore_mode(b: Builder, modes: Value) -> None:
     b.intrinsic("x86.sse.ldmxcsr", modes)
 
 
+def magnitude(b: Builder, x: Value) -> Value:
+    """|x| as bits: they are ordered as the numbers are, NaN above all."""
+    return b.and_(b.bitcast(x, WORDS), 0x7FFFFFFF, "magnitude")
+
+
 def split_pairs(
     b: Builder, first: Value, second: Value, planes: int, keeps_nan: bool = False, element: str = "bf16"
 ) -> list[Value]:

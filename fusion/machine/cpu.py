@@ -41,8 +41,8 @@ def _size(count: int) -> str:
 
 
 _ISA = (
-    "sse4_2", "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16",
-    "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16", )  # fmt: skip
+    "sse4_2", "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512vbmi",
+    "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16", )  # fmt: skip
 
 
 LIMITS = {

@@ -69,6 +69,10 @@ class Costs:
 #: one plane were moved from a fit to where the tiles that they choose are the best (times are 7.7 % off in the mean).
 #: Those of 3 planes are a fit times 1.25, since later runs took 1.13 to 1.35 times what it said: a factor moves no
 #: choice of a tile, but the choice between exact and approximate attention.
+#: "float16" (AMX-FP16) is derived, not measured: Intel's manuals give `tdpfp16ps` the rate of `tdpbf16ps`, so that all
+#: is as with one plane but the softmax. That has no bounds of scores, without which bfloat16 takes 1.16 times as long
+#: (N = 1024, d = 64), and 18.0 instructions for 16 scores where bfloat16 has 15.6
+#: (benchmarks/results/2026-11-30-amx-float16.md): (6.88 + 2.09) * 1.16 * 1.154 - 6.88.
 COSTS: dict[int | str, Costs] = {
     0: Costs(
         product=0.826, softmax=1.45, operation=1, output=0,
@@ -91,6 +95,7 @@ COSTS: dict[int | str, Costs] = {
         near=0, stream=0, turn=0, far=0, end=0, item=0, packed=2.77,
     ),
 }  # fmt: skip
+COSTS["float16"] = replace(COSTS[1], softmax=5.13)
 
 #: What is reported: resource -> the costs that belong to it
 RESOURCES = {
@@ -105,12 +110,13 @@ RESOURCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kernel:
-    """Facts of the kernel for this problem on this machine: planes (0 is multiply-add), whether on AMX tiles, element
-    bytes of its packed operands, register tile in keys and rows, padded head dimensions, bytes of a score and its
-    weight, and of what is staged for it."""
+    """Facts of the kernel for this problem on this machine: planes (0 is multiply-add), whether on AMX tiles, and those
+    of float16, element bytes of its packed operands, register tile in keys and rows, padded head dimensions, bytes of a
+    score and its weight, and of what is staged for it."""
 
     planes: int
     on_tiles: bool
+    float16: bool
     size: int
     key_step: int
     row_step: int
@@ -126,18 +132,21 @@ class _Kernel:
     @property
     def unit(self) -> int | str:
         """Its entry of `COSTS`."""
+        if self.float16:
+            return "float16"
         return self.planes if self.on_tiles or not self.planes else "pairs"
 
 
 def _kernel(problem: Problem, machine: Machine, multiples: tuple[int, int]) -> _Kernel:
     amx = "amx_bf16" in machine.isa and multiples[1] % 32 == 0
     pairs = "avx512_bf16" in machine.isa and problem.dtype == "bfloat16"
-    float16 = amx and problem.dtype == "float16" and "amx_fp16" in machine.isa  # costs are those of bfloat16
+    float16 = amx and problem.dtype == "float16" and "amx_fp16" in machine.isa
     planes = 1 if float16 else _PLANES.get(problem.dtype, 3) if amx else int(pairs)
     d, e = max(1, problem.d), max(1, problem.d_v)
     return _Kernel(
         planes=planes,
         on_tiles=amx,
+        float16=float16,
         size=2 * planes or 4,
         key_step=32 if amx else multiples[1],
         row_step=multiples[0],
@@ -232,7 +241,7 @@ def _item_counts(
 
     vectors = _up(here, lanes) / lanes * taken
     # With one plane a tile that is partly masked has its products and its softmax one after the other.
-    masked = np.minimum(keys, visible) * (skip and kernel.unit == 1)
+    masked = np.minimum(keys, visible) * (skip and kernel.planes == 1 and kernel.on_tiles)
     near, streamed, turned, beyond_share = _cache_traffic(machine, kernel, tile, taken, n_k / parts)
     rate = machine.flops("bfloat16" if kernel.planes else "float32") / machine.cores / clock
     return {

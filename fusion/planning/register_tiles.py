@@ -49,6 +49,7 @@ class Target:
     amx: bf16 tile products exist (`tdpbf16ps`).
     float16: beside `amx`, those of float16 exist (`tdpfp16ps`).
     pairs: vectors of bf16 pairs can be multiplied and summed (`vdpbf16ps`, Arm's `bfdot`); not used beside `amx`.
+    looks_up_bytes: beside `amx` or `pairs`, bytes are looked up in a table of 128 (`vpermi2b`).
     tile_rows: keys (or value columns) in the register tile of vector products.
     tile_groups: lane vectors (groups of queries) in it.
     l1_bytes: capacity of the first-level cache, in which a tile of scores lives.
@@ -59,6 +60,7 @@ class Target:
     amx: bool = False
     float16: bool = False
     pairs: bool = False
+    looks_up_bytes: bool = False
     tile_rows: int = 4
     tile_groups: int = 2
     l1_bytes: int = 32 * 1024
@@ -107,8 +109,9 @@ def target_of(machine: Machine) -> Target:
         amx = machine.isa >= _AMX
         pairs, float16 = machine.isa >= _PAIRS and not amx, amx and "amx_fp16" in machine.isa
         return Target(
-            lanes=16, avx512=True, amx=amx, float16=float16, pairs=pairs, tile_rows=8, tile_groups=3, l1_bytes=near
-        )
+            lanes=16, avx512=True, amx=amx, float16=float16, pairs=pairs, tile_rows=8, tile_groups=3, l1_bytes=near,
+            looks_up_bytes="avx512vbmi" in machine.isa and (amx or pairs),
+        )  # fmt: skip
     if "avx2" in machine.isa:
         return Target(lanes=8, tile_rows=4, tile_groups=3, l1_bytes=near)
     if "neon" in machine.isa:

@@ -4,8 +4,10 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from fusion.errors import OptionError, ProblemError, UnknownMachineError
@@ -21,7 +23,7 @@ from fusion.machine import (
     of_target,
     with_cores,
 )
-from fusion.planning.cpu import predict
+from fusion.planning.cpu import cpu_time
 from fusion.planning.problem import Problem
 from fusion.planning.register_tiles import target_of
 from fusion.torch_private import devices
@@ -265,7 +267,8 @@ def test_the_instruction_set_can_be_limited(limit, width, absent, monkeypatch):
 @pytest.mark.parametrize("tiles", [True, False])
 @pytest.mark.parametrize("float16", [True, False])
 def test_tiles_of_float16_are_asked_for(tiles: bool, float16: bool, monkeypatch):
-    """Linux does not list them. Where they are, float16 is predicted to take as long as bfloat16."""
+    """Linux does not list them. Where they are, float16 is predicted to take more time than bfloat16 by its softmax
+    alone, and less than in two planes."""
     flags = {"avx2", "avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_bf16", "fma", "amx_tile", "amx_bf16"}
     monkeypatch.setattr(cpu, "_linux_cpu", lambda: ("a Xeon", flags, 2e9))
     monkeypatch.setattr(cpu, "amx_enabled", lambda: tiles)
@@ -274,9 +277,15 @@ def test_tiles_of_float16_are_asked_for(tiles: bool, float16: bool, monkeypatch)
     found = Machine(**cpu.read())
     target = target_of(found)
     assert (target.amx, target.float16) == (tiles, tiles and float16)
+    tile = {"B_r": np.array([64]), "B_c": np.array([256])}
     problems = [Problem(n_q=512, n_k=512, d=64, d_v=64, dtype=dtype) for dtype in ("float16", "bfloat16")]
-    seconds = [predict(found, problem, [(64, 256)], target.register_tile(1)) for problem in problems]
-    assert (seconds[0] == seconds[1]) == target.float16
+    times = [cpu_time(found, problem, tile, target.register_tile(1), skip=False) for problem in problems]
+    differ = {name for name in times[0].resources if times[0].at(0)[name] != times[1].at(0)[name]}
+    assert (differ == {"softmax"}) == target.float16
+    if target.float16:
+        planes = replace(found, isa=found.isa - {"amx_fp16"})
+        split = cpu_time(planes, problems[0], tile, target.register_tile(2), skip=False)
+        assert times[1].total < times[0].total < split.total
     assert (found.flops("float16") == found.flops("bfloat16")) == target.float16
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from unittest import mock
 
 import numpy as np
@@ -23,8 +24,9 @@ from fusion.lowering.bounded_scores import (
     tanh_polynomial,
 )
 from fusion.lowering.numbers import LOG2E
-from fusion.planning.register_tiles import tilings_for
-from tests.codegen.mlir.cases import HERE, TARGETS, Case, assert_as_exact_as_eager, case, draw, on_threads
+from fusion.planning.register_tiles import Target, tilings_for
+from tests import emulation
+from tests.codegen.mlir.cases import HERE, Case, assert_as_exact_as_eager, case, draw, on_threads
 from tests.numerics import assert_same, assert_within
 
 BELOW = apply("ilt", I, J)
@@ -133,10 +135,10 @@ def test_constants_beside_the_scores(program: Expr) -> None:
                 assert max(y, expected) <= FILL + 2 * EXPONENTS
 
 
-def test_fills_are_low_beside_the_scores() -> None:
+def test_fills_are_low_beside_the_scores(target: Target) -> None:
     """A centre of -2000, and keys at -1500 that take all of the weight."""
     c = case("far_below", "bfloat16", 40, 24)
-    run, general = kernels(c)
+    run, general = kernels(c, target)
     operands, sizes = draw(c, SHAPES[0])
     assert_as_exact_as_eager(run(operands, sizes), c, operands)
     assert_same(run(operands, sizes), general(operands, sizes))
@@ -169,32 +171,36 @@ SHAPES = (
 )
 
 
-def kernels(c: Case):
+@pytest.fixture(params=["AMX", "pairs"])
+def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+    """Kernels for tiles where there are, and for pairs anywhere."""
+    if request.param == "AMX" and not HERE.amx:
+        pytest.skip("needs AMX")
+    found = HERE if request.param == "AMX" else emulation.PAIRS
+    with emulation.compiling(found):
+        yield found
+
+
+def kernels(c: Case, target: Target):
     """The kernel of a case, and one that never looks at norms."""
     pytest.importorskip("torch_mlir", reason="kernels need torch-mlir")
     from fusion.codegen.cpu.launch import Kernel
-    from fusion.planning.register_tiles import tilings_for
-
-    target = TARGETS["best"]
-    tilings = tilings_for(c.spec, target)
-    if not target.amx or tilings[0].planes != 1:
-        pytest.skip("needs AMX")
 
     class General(Kernel):
         def variant(self, *args):
             with mock.patch("fusion.codegen.mlir.kernel.score_bounds", lambda tiles: None):
                 return super().variant(*args)
 
-    return Kernel(c.spec, tilings, target), General(c.spec, tilings, target)
+    return Kernel(c.spec, tilings_for(c.spec, target), target), General(c.spec, tilings_for(c.spec, target), target)
 
 
 @pytest.mark.parametrize(
     "name",
     ["plain", "causal", "left_padded", "left_padded_inf", "bool_mask", "padding", "soft_cap", "documents", "dilated"],
 )
-def test_near_scores(name: str) -> None:
+def test_near_scores(name: str, target: Target) -> None:
     c = case(name, "bfloat16", 40, 24)
-    run, general = kernels(c)
+    run, general = kernels(c, target)
     for shape in SHAPES:
         operands, sizes = draw(c, shape)
         out = run(operands, sizes)
@@ -209,11 +215,11 @@ WIDTHS = [(8, 16), (80, 48), (128, 128), (288, 272), (32, 160), (160, 96), (40, 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("d", "d_v"), WIDTHS)
 @pytest.mark.parametrize("name", ["plain", "causal", "window"])
-def test_near_scores_of_other_widths(name: str, d: int, d_v: int) -> None:
+def test_near_scores_of_other_widths(name: str, d: int, d_v: int, target: Target) -> None:
     """How many pieces a product takes of a step's keys follows from its width; tiles are full, partly masked, or at the
     end."""
     c = case(name, "bfloat16", d, d_v)
-    run, general = kernels(c)
+    run, general = kernels(c, target)
     for shape in (*SHAPES, {"B": 1, "H": 1, "Nq": 96, "Nk": 640}):
         operands, sizes = draw(c, shape)
         operands[0] /= math.sqrt(d)
@@ -235,18 +241,18 @@ def test_near_scores_of_other_widths_in_training(d: int, d_v: int) -> None:
 
 @pytest.mark.parametrize("normalizer", [Normalizer.SOFTMAX, Normalizer.SAFE_SOFTMAX])
 @pytest.mark.parametrize("name", ["left_padded_inf", "bool_mask"])
-def test_rows_without_a_live_key(name: str, normalizer: Normalizer) -> None:
+def test_rows_without_a_live_key(name: str, normalizer: Normalizer, target: Target) -> None:
     c = case(name, "bfloat16", 40, 24, normalizer=normalizer, sinks=name == "bool_mask")
-    run, _ = kernels(c)
+    run, _ = kernels(c, target)
     operands, sizes = draw(c, SHAPES[0])
     if name == "bool_mask":
         operands[3][:, :, 5:9] = False
     assert_as_exact_as_eager(run(operands, sizes), c, operands)
 
 
-def test_the_decision_is_by_item_and_reaches_all_that_it_should() -> None:
+def test_the_decision_is_by_item_and_reaches_all_that_it_should(target: Target) -> None:
     c = case("soft_cap", "bfloat16")
-    run, general = kernels(c)
+    run, general = kernels(c, target)
     operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 512, "Nk": 300})
     operands[0][:, :, :64] *= 100
     one, other = run(operands, sizes), general(operands, sizes)
@@ -257,9 +263,9 @@ def test_the_decision_is_by_item_and_reaches_all_that_it_should() -> None:
 
 
 @pytest.mark.parametrize("value", [2.0**70, 2.0**-70, math.nan, math.inf])
-def test_extreme_values(value: float) -> None:
+def test_extreme_values(value: float, target: Target) -> None:
     c = case("plain", "bfloat16")
-    run, general = kernels(c)
+    run, general = kernels(c, target)
     operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 64, "Nk": 100})
     operands[2] *= value
     assert_same(run(operands, sizes), general(operands, sizes))
@@ -267,9 +273,9 @@ def test_extreme_values(value: float) -> None:
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_not_a_number(number: int, sign: float) -> None:
+def test_not_a_number(number: int, sign: float, target: Target) -> None:
     c = case("causal", "bfloat16")
-    run, _ = kernels(c)
+    run, _ = kernels(c, target)
     operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 64, "Nk": 64})
     operands[number][0, 0, 5, 3] = math.copysign(math.nan, sign)
     out = run(operands, sizes)
@@ -279,9 +285,9 @@ def test_not_a_number(number: int, sign: float) -> None:
     assert torch.isnan(out).sum() == reached.numel()
 
 
-def test_results_do_not_depend_on_what_a_thread_did_before() -> None:
+def test_results_do_not_depend_on_what_a_thread_did_before(target: Target) -> None:
     c = case("causal", "bfloat16")
-    run, _ = kernels(c)
+    run, _ = kernels(c, target)
     operands, sizes = draw(c, {"B": 1, "H": 3, "Nq": 1000, "Nk": 1000})
     operands[1][:, :, 700:] *= 3  # from there on other norms
     outs = on_threads(run, operands, sizes)
