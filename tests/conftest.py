@@ -87,16 +87,17 @@ LONGEST = (
 
 OPTIMISED = (
     "codegen/cpu/",
-    "codegen/mlir/",
+    "codegen/mlir/test_aarch64.py",
+    "codegen/mlir/test_kernel",
+    "codegen/mlir/test_micro_kernel.py",
+    "codegen/mlir/test_reproducible.py",
+    "codegen/mlir/test_vectormath.py",
     "fusion/test_disk_cache.py",
     "fusion/test_warm_start.py",
     "fuzz/",
     "models/test_generate.py",
 )
-TEXTS = (
-    "codegen/cpu/test_derived.py",
-    *(f"codegen/mlir/test_{name}.py" for name in ("instruction_sets", "pages", "parts")),
-)
+TEXTS = tuple(f"codegen/cpu/test_{name}.py" for name in ("backward_windows", "derived", "limits", "windows"))
 """Tests that run the CPU kernels that users get, but for those of TEXTS; so do tests that start processes, those marked
 `optimised`, and all of them in the long set. In the others LLVM takes a kernel's instructions as they stand, in a third
 of the time: what they test is the text."""

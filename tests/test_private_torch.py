@@ -1,6 +1,7 @@
 """Parts of torch that are not public are named in fusion/torch_private alone, where each has a contract test."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,13 @@ def is_private(dotted: str) -> bool:
     return dotted.startswith(NOT_PROMISED) or any(map(PRIVATE.fullmatch, dotted.split(".")))
 
 
+def dotted_name(node: ast.expr) -> str:
+    """Names and attributes as they are written; "?" for what they are attributes of, where that has no name."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted_name(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
 def private_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
     """What a file names of torch that is private; of attributes the last name, which may be another library's."""
     for node in ast.walk(tree):
@@ -49,14 +57,14 @@ def private_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
             dotted = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (name for name in dotted if name.startswith("torch.") and is_private(name))
         elif isinstance(node, ast.Attribute):
-            whole = ast.unparse(node)
+            whole = dotted_name(node)
             if whole.startswith(("torch.ops.", "aten.")):  # operators, as graphs have them
                 continue
             of_torch = whole.startswith("torch.") and is_private(whole)
             foreign = PRIVATE.fullmatch(node.attr) and node.attr not in own | OF_NAMED_TUPLES
             if of_torch or foreign or node.attr in OF_OBJECTS:
                 yield node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+        elif isinstance(node, ast.Call) and dotted_name(node.func) in ("getattr", "hasattr", "setattr"):
             name = str(node.args[1].value) if isinstance(node.args[1], ast.Constant) else ""
             if name in OF_OBJECTS or PRIVATE.fullmatch(name) and name not in own:
                 yield name
@@ -65,21 +73,27 @@ def private_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
                 yield node.value
 
 
-TREES = {path: ast.parse(path.read_text()) for path in sources()}
-OWN = own_names(list(TREES.values()))
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in sources()}
 
 
-@pytest.mark.parametrize("path", TREES, ids=lambda path: str(path.relative_to(ROOT)))
+@functools.cache
+def own() -> set[str]:
+    return own_names(list(trees().values()))
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_private_part_of_torch_is_named(path: Path) -> None:
     file = str(path.relative_to(ROOT))
-    found = {name for name in private_names(TREES[path], OWN) if (file, name) not in EXCEPTIONS}
+    found = {name for name in private_names(trees()[path], own()) if (file, name) not in EXCEPTIONS}
     assert not found, ADVICE
 
 
 @pytest.mark.parametrize("exception", EXCEPTIONS, ids=" ".join)
 def test_each_exception_is_one(exception: tuple[str, str]) -> None:
     file, name = exception
-    assert name in private_names(TREES[ROOT / file], OWN)
+    assert name in private_names(trees()[ROOT / file], own())
 
 
 def test_the_room_knows_nobody() -> None:

@@ -13,6 +13,7 @@ kernel would differ; a corrected product is rounded once.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -27,6 +28,7 @@ from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, 
 from triton.runtime.jit import JITFunction
 
 _REDUCTIONS = ("max", "min", "sum", "cumsum")
+_of_scalar = functools.lru_cache(maxsize=64)(interpreter._get_np_dtype)
 _FLOAT8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
 
@@ -41,7 +43,14 @@ def decorating() -> Iterator[None]:
 @contextlib.contextmanager
 def running() -> Iterator[None]:
     """Context in which interpreted kernels can be called."""
-    with _language_restored(), _exact(), _plain_integers(), _replaced_once(), _without_discarded_checks():
+    with (
+        _language_restored(),
+        _exact(),
+        _plain_integers(),
+        _replaced_once(),
+        _without_discarded_checks(),
+        _dtypes_once(),
+    ):
         for name in _REDUCTIONS:
             function = getattr(tl, name)
             if isinstance(function, JITFunction):
@@ -90,6 +99,15 @@ def _without_discarded_checks() -> AbstractContextManager:
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     return mock.patch.object(builder, "options", replace(builder.options, sanitize_overflow=False))
+
+
+def _dtypes_once() -> AbstractContextManager:
+    """Context in which the table of numpy's dtypes is not made for every operation."""
+    return mock.patch.object(interpreter, "_get_np_dtype", _dtype_of)
+
+
+def _dtype_of(type_: tl.dtype) -> np.dtype:
+    return np.dtype(np.uint64) if type_.scalar.is_ptr() else _of_scalar(type_.scalar)
 
 
 def _plain_integers() -> AbstractContextManager:

@@ -127,6 +127,7 @@ def test_sinks_far_above_the_scores(name: str) -> None:
     check(case("left_padded", d=16, sinks=True), name, [LOG_SUMS])
 
 
+@pytest.mark.one_in(2)
 @emitters
 @pytest.mark.parametrize("size", [1e4, 1e6, 1e8, 1e10])
 def test_log_sums_of_huge_scores(name: str, size: float) -> None:
@@ -141,6 +142,7 @@ def test_log_sums_of_huge_scores(name: str, size: float) -> None:
     assert_as_exact_as_eager(*gradients(kernel(spec, name), spec, [*operands, factor], sizes, 0, at_output=0.0))
 
 
+@pytest.mark.one_in(2)
 @emitters
 @pytest.mark.parametrize("aux", outputs("float32", True), ids=["rows", "keys", "table", "squares", "log-sum-exp"])
 def test_each_alone(name: str, aux: AuxOutput) -> None:
@@ -185,6 +187,7 @@ def test_tensors_beside_the_weights_have_gradients(name: str, other: str) -> Non
         assert found[0][3].view(2, 33, 33)[0].count_nonzero() > 33 * 16
 
 
+@pytest.mark.one_in(2)
 @emitters
 @pytest.mark.parametrize("place", [(2, 3), (2, 30)], ids=["live", "masked"])
 @pytest.mark.parametrize("what", [math.nan, math.inf])

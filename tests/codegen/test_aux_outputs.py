@@ -79,6 +79,7 @@ KINDS = (
 )
 
 
+@pytest.mark.one_in(2)
 @emitters
 @pytest.mark.parametrize("program", [p if p in KINDS else pytest.param(p, marks=pytest.mark.long) for p in PROGRAMS])
 def test_programs(name: str, program: str) -> None:
@@ -104,6 +105,7 @@ def test_scores_that_are_no_numbers(name: str) -> None:
     compare(kernel(spec, name), spec, operands, sizes)
 
 
+@pytest.mark.one_in(2)
 @emitters
 @pytest.mark.parametrize("fill", [-1e5, -1e7, -1e9, -1e11, -math.inf])
 def test_the_sum_of_rows_of_large_fills(name: str, fill: float) -> None:

@@ -56,7 +56,7 @@ def test_the_continuous_optimum_fills_the_memory(name):
             assert_same_in_float64(float(phase.footprint.subs(at).subs(values)), 6000)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("name", DERIVED)
 @pytest.mark.parametrize(("n", "width"), [(256, 16), (1000, 64), (1024, 96), (4096, 256)])
 @pytest.mark.parametrize("share", [1 / 32, 1 / 8, 0.4, 0.9, 2, 7, 30])
@@ -101,6 +101,7 @@ def _least(name, sizes, capacity, ranges, pair):
     return np.where(footprint <= capacity, sum(part.io for part in parts), np.inf).min()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["flash", "key_stationary", "rabe_staats", "small_cache"])
 @pytest.mark.parametrize(
     ("n_q", "n_k", "width", "capacity"), [(100, 75, 16, 130), (97, 128, 12, 700), (64, 200, 24, 2000)]

@@ -60,7 +60,7 @@ def check_counts(memory, name, problem, tile, capacity, share=1.0, features=1):
 
 
 @pytest.mark.parametrize("name", FORWARD)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_forward_counts_equal_the_formula(name, data):
     problem, tile, capacity, (q, k, v, _) = data.draw(cases(name))
@@ -73,7 +73,7 @@ def test_forward_counts_equal_the_formula(name, data):
 
 
 @pytest.mark.parametrize("name", BACKWARD)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_backward_counts_equal_the_formula(name, data):
     problem, tile, capacity, (q, k, v, grad) = data.draw(cases(name))
@@ -86,7 +86,7 @@ def test_backward_counts_equal_the_formula(name, data):
 
 
 @pytest.mark.parametrize("name", ["block_sparse", "split_k"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_sparse_schedules_count_live_tiles_only(name, data):
     problem, tile, capacity, (q, k, v, _) = data.draw(cases(name))
@@ -103,7 +103,7 @@ def test_sparse_schedules_count_live_tiles_only(name, data):
     check_counts(memory, name, problem, tile, capacity, share)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data(), degree=st.integers(1, 4))
 def test_polynomial_counts_and_approximates(data, degree):
     problem, tile, capacity, (q, k, v, _) = data.draw(cases("polynomial"))
@@ -164,7 +164,7 @@ def test_a_full_tile_fills_its_footprint_and_one_element_less_is_refused(name):
         go(footprint - 1)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
 @pytest.mark.parametrize("d", [4, 8])
 @pytest.mark.parametrize("share", [1 / 4, 1 / 2, 1, 2, 4])

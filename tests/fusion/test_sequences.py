@@ -51,7 +51,7 @@ def found(request, tmp_path_factory):
     return result
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("processes", "name"), RUNS)
 def test_every_process_finds_what_one_process_finds(found, processes, name, schedule):

@@ -71,7 +71,7 @@ def test_is_fused_with_as_many_keys_as_columns(function):
     assert site.fused, site.refusal
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("emitter", EMITTERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("function", FUSED, ids=lambda f: f.__name__)

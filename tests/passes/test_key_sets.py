@@ -145,9 +145,12 @@ def site_of(function, *inputs):
     return report.sites[0]
 
 
+def compiled_eagerly(function, **how):
+    return torch.compile(function, backend="fusion", options={"inner": "eager"}, **how)
+
+
 def check(function, *inputs, dtype=None):
-    compiled = torch.compile(function, backend="fusion", options={"inner": "eager"})
-    assert_runs_as_exact_as_eager(compiled, function, *inputs, dtype=dtype)
+    assert_runs_as_exact_as_eager(compiled_eagerly(function), function, *inputs, dtype=dtype)
 
 
 @pytest.mark.parametrize("function", SPELLINGS, ids=lambda f: f.__name__)
@@ -165,7 +168,7 @@ def test_sets_are_read_through_a_table(function):
 @pytest.mark.parametrize("function", [of_the_function, with_heads_of_one_key], ids=lambda f: f.__name__)
 def test_narrow_dtypes(function, dtype):
     with torch.no_grad():
-        assert_runs_as_exact_as_eager(torch.compile(function, backend="fusion"), function, *drawn(dtype), dtype=dtype)
+        check(function, *drawn(dtype), dtype=dtype)
 
 
 def test_heads_that_share_keys_are_rows():
@@ -180,7 +183,7 @@ def test_few_queries(queries):
     inputs = drawn(queries=queries)
     with torch.no_grad():
         assert f"{K} of {N}" in site_of(of_the_function, *inputs).attentions[0].keys
-        assert_runs_as_exact_as_eager(torch.compile(of_the_function, backend="fusion"), of_the_function, *inputs)
+        check(of_the_function, *inputs)
 
 
 @pytest.mark.parametrize("function", [filled, of_the_function])
@@ -207,7 +210,7 @@ def test_rows_without_a_live_key(function):
 
 
 def test_lengths_that_change():
-    compiled = torch.compile(of_the_lengths, backend="fusion", dynamic=True)
+    compiled = compiled_eagerly(of_the_lengths, dynamic=True)
     with torch.no_grad(), fusion.report.report.collect_reports() as reports:
         for length in (33, 40, 51):
             torch.manual_seed(length)
@@ -341,7 +344,7 @@ def test_training_keeps_the_mask():
     def gradients(run, *tensors):
         return torch.autograd.grad(run(*tensors, index_scores.to(tensors[0].dtype)).square().sum(), tensors)
 
-    compiled = torch.compile(filled, backend="fusion")
+    compiled = compiled_eagerly(filled)
     exact = gradients(filled, *(x.detach().double().requires_grad_() for x in inputs))
     assert_as_exact_as_eager(gradients(compiled, *inputs), gradients(filled, *inputs), exact)
 

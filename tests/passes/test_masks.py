@@ -199,7 +199,7 @@ _terms = st.tuples(st.integers(-2, 2), st.integers(-2, 2), st.integers(-25, 25),
 
 
 @hypothesis.given(st.lists(_terms, min_size=1, max_size=3), st.sampled_from([1, 2, 3, 7]), st.booleans())
-@hypothesis.settings(max_examples=150)
+@hypothesis.settings(max_examples=60)
 def test_random_affine_predicates_bound_their_keys(terms, divisor, divide):
     """a * i + b * j + c (maybe over a divisor) compared with 0: brute force agrees that nothing outside is live."""
     live = TRUE
@@ -224,7 +224,7 @@ _affine = st.tuples(st.integers(-2, 2), st.integers(-2, 2), st.integers(-25, 25)
 
 
 @hypothesis.given(_affine, _affine, _affine, st.sampled_from(["imax", "imin"]), st.integers(-2, 2), st.booleans())
-@hypothesis.settings(max_examples=150)
+@hypothesis.settings(max_examples=60)
 def test_random_extrema_bound_their_keys(one, other, rest, extremum, factor, strict):
     """rest + factor * max(one, other) compared with 0, each affine in i and j."""
     one, other, rest = (integers.add(integers.mul(a, I), integers.mul(b, J), c) for a, b, c in (one, other, rest))

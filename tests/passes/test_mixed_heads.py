@@ -251,7 +251,7 @@ def test_gradients(function):
 
 def test_gradients_in_half_precision_where_they_are_asked_for():
     inputs = drawn(torch.bfloat16)
-    compiled = torch.compile(as_cait, backend="fusion", options={"strict": True, "training": "always"})
+    compiled = torch.compile(as_cait, backend="fusion", options={"strict": True} | EAGER)
     exact = differentiated(as_cait, [x.double() for x in inputs])
     assert_as_exact_as_eager(differentiated(compiled, inputs), differentiated(as_cait, inputs), exact, torch.bfloat16)
 
@@ -267,7 +267,7 @@ def test_dropout(place):
     inputs, results = drawn(), []
     for emitter in ("auto", "reference"):
         torch._dynamo.reset()
-        compiled = torch.compile(attention, backend="fusion", options={"strict": True, "emitter": emitter})
+        compiled = torch.compile(attention, backend="fusion", options={"strict": True, "emitter": emitter} | EAGER)
         for dtype in (torch.float32, torch.float64) if emitter == "reference" else (torch.float32,):
             torch.manual_seed(3)
             results.append(differentiated(compiled, [x.to(dtype) for x in inputs]))
@@ -282,14 +282,14 @@ def test_tangents():
 
     q, k, v, *rest = drawn()
     inputs = [q, k, v, torch.randn_like(q), torch.randn_like(v), *rest]
-    options = {"strict": True, "transforms": "always", "training": "always"}
+    options = {"strict": True, "transforms": "always"} | EAGER
     with fusion.collect_reports() as reports:
         assert_runs_as_exact_as_eager(torch.compile(tangent, backend="fusion", options=options), tangent, *inputs)
     assert reports[0].fused == 1
 
 
 def test_lengths_that_change():
-    compiled = torch.compile(as_cait, backend="fusion", dynamic=True)
+    compiled = torch.compile(as_cait, backend="fusion", dynamic=True, options=EAGER)
     with torch.no_grad(), fusion.collect_reports() as reports:
         for n in (33, 40, 51):
             assert_runs_as_exact_as_eager(compiled, as_cait, *drawn(n_q=n, n_k=n))
@@ -298,7 +298,7 @@ def test_lengths_that_change():
 
 def test_numbers_of_heads_that_change():
     """Dynamo makes them dynamic at the second, and kernels need each of them."""
-    compiled = torch.compile(as_cait, backend="fusion", options={"strict": True})
+    compiled = torch.compile(as_cait, backend="fusion", options={"strict": True} | EAGER)
     with torch.no_grad():
         for h in (4, 6, 8):
             assert_runs_as_exact_as_eager(compiled, as_cait, *drawn(h=h))
@@ -307,7 +307,7 @@ def test_numbers_of_heads_that_change():
 def test_the_reference_and_other_emitters():
     inputs = drawn()
     with torch.no_grad():
-        reference = torch.compile(as_cait, backend="fusion", options={"emitter": "reference", "strict": True})
+        reference = torch.compile(as_cait, backend="fusion", options={"emitter": "reference", "strict": True} | EAGER)
         assert_runs_as_exact_as_eager(reference, as_cait, *inputs)
         with interpreted():
             torch._dynamo.reset()

@@ -55,7 +55,7 @@ def wide(tensors):
     return [x.detach().double().requires_grad_(x.requires_grad) for x in tensors]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", [{}, {"is_causal": True}, {"scale": 0.3}, {"enable_gqa": True}], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)

@@ -98,7 +98,7 @@ def has_strides_of_eager(function, layout, extents, inner, trained=False):
     assert [site.reason for report in reports for site in report.sites] == [None]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_in_eager_mode(function, layout):

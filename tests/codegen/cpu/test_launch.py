@@ -84,6 +84,7 @@ def denormals_met() -> bool:
 @pytest.mark.skipif(
     platform.machine() != "x86_64" or sys.platform != "linux", reason="reads a register of x86 by Linux's libm"
 )
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("n", [5, 16, 49])
 @pytest.mark.parametrize("target", ["multiply-add", "avx2", "generic"])
 def test_products_meet_no_denormal_number_that_lay_in_memory(target: str, n: int) -> None:

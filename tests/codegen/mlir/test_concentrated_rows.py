@@ -61,7 +61,7 @@ def drawn(
 WAYS = [(target, "float32") for target in TARGETS] + [("best", "bfloat16"), ("pairs", "bfloat16"), ("avx2", "float16")]
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients(name: str, way: tuple[str, str]) -> None:

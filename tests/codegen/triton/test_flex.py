@@ -58,6 +58,7 @@ def assert_same(c: Case, operands: list[torch.Tensor], sizes: list[int], got: to
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("normalizer", [Normalizer.SOFTMAX, Normalizer.SAFE_SOFTMAX])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_flex_is_told_is_what_the_spec_says(name: str, normalizer: Normalizer, uncompiled) -> None:

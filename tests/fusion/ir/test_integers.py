@@ -34,7 +34,7 @@ def _value(expr, at):
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(max_examples=300)
+@hypothesis.settings(max_examples=100)
 def test_every_operation_is_pythons(data):
     h, w = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))
     at = {"h": h, "w": w}

@@ -44,6 +44,7 @@ def trained(function, n, dtype=torch.float32, *, bias=True, dynamic=False, **opt
 def _rule(monkeypatch):
     monkeypatch.setattr(pays, "TRAINING", dict.fromkeys(TRAINING, (20, 40)))
     monkeypatch.setattr(pays, "TRAINING_BY_DISTANCE", 30)
+    monkeypatch.setattr("fusion.inner_compiler.compile_rest", lambda module, *_: module)  # for speed
 
 
 @pytest.mark.parametrize(("function", "least"), [(plain, 20), (causal, 20), (biased, 40), (by_distance, 30)])
