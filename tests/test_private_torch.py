@@ -17,6 +17,7 @@ OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 OF_OBJECTS = {"allow_non_fake_inputs", "fake_mode", "item_memo", "real_obj", "shape_env", "tensor_tracker"}
 """Attributes of torch's private objects that have no underscore."""
 EXCEPTIONS = {
+    ("codegen/triton/interpret.py", "_get_np_dtype"): "Triton's interpreter, not torch",
     ("codegen/triton/interpret.py", "_patch_lang_tensor"): "Triton's interpreter, not torch",
     ("fusion/integrations/transformers.py", "_global_mapping"): "transformers, not torch",
 }

@@ -157,13 +157,19 @@ def _context() -> Any:
 
 
 def _engine(source: str) -> Any:
+    return _as_it_stands(machine_code.complete(source), cpu.left_out())
+
+
+@functools.lru_cache(maxsize=64)
+def _as_it_stands(source: str, features: str) -> Any:
+    """The engine of a text, kept for kernels of the same one, which no cache on disk has where it is emulated."""
     from torch_mlir import ir
     from torch_mlir.execution_engine import ExecutionEngine
 
     with _context():
-        module = ir.Module.parse(machine_code.complete(source))
+        module = ir.Module.parse(source)
         written = [ir.StringAttr.get(name) for name in ("noinline", "optnone")]
-        if features := cpu.left_out():
+        if features:
             written.append(ir.ArrayAttr.get([ir.StringAttr.get(text) for text in ("target-features", features)]))
         as_it_stands = ir.ArrayAttr.get(written)
         for operation in module.body:

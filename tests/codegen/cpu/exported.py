@@ -49,7 +49,7 @@ class Compiled:
             PassManager.parse(_LOWERING).run(lowered.operation)
             PassManager.parse(PIPELINE).run(aside.operation)
             _merge(lowered, aside)
-            self._engine = ExecutionEngine(lowered, opt_level=3, shared_libs=[openmp.library() or ""])
+            self._engine = ExecutionEngine(lowered, opt_level=0, shared_libs=[openmp.library() or ""])
             self._address = self._engine.raw_lookup(f"_mlir_ciface_{entry}")
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -134,7 +134,7 @@ def test_a_transformer_runs_as_one_module(tmp_path: Path):
 
 
 def test_a_decoder_of_transformers_runs_as_one_module():
-    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=50, attn_implementation="eager", use_cache=False)
+    config = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=50, attn_implementation="eager", use_cache=False)
     model, tokens = GPT2Model(config).eval(), torch.randint(0, 50, (1, 33))
     program = fusion.export_mlir(model, tokens)
     assert len(program.attentions) == 1
