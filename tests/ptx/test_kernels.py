@@ -27,6 +27,7 @@ HALF = Tile(rows=64, keys=32, warps=4, stages=2)
 SIZES = {"B": 1, "H": 1, "Nq": 16, "Nk": 1024}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_sharp_rows_in_float32(target: str, splits: int) -> None:
@@ -44,7 +45,7 @@ def test_sharp_rows_in_float32(target: str, splits: int) -> None:
 def test_sums_over_many_keys_in_float32() -> None:
     """The first key has about half of each row's weight: terms added to that one by one would all be rounded to its
     last place."""
-    c = case("plain", "float32", 64)
+    c = case("plain", "float32", 16)
     operands, sizes = draw(c, SIZES | {"Nk": 4096})
     operands[1][..., 0, :] = operands[0][..., 0, :] / operands[0][..., 0, :].norm() * 9
     operands[2].add_(1)
@@ -55,7 +56,7 @@ def test_sums_over_many_keys_in_float32() -> None:
 
 def test_gradients_summed_over_many_queries_in_float32() -> None:
     """Those of V, of which all terms have much in common."""
-    c, needs = case("plain", "float32", 64), (True, True, True)
+    c, needs = case("plain", "float32", 16), (True, True, True)
     operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 2048, "Nk": 16})
     run = Differentiable(c.spec, TILE)
     with emulated("sm_80"):
@@ -128,8 +129,8 @@ def test_other_orders_in_float32(order: str) -> None:
     ("target", "dtype", "size"), [("sm_80", "bfloat16", 1), ("sm_90", "float32", 40), ("sm_100", "float32", 40)]
 )
 def test_gradients(target: str, dtype: str, size: int) -> None:
-    c = case("causal", dtype, 32)
-    operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": 70, "Nk": 70})
+    c, n = case("causal", dtype, 32), 70 if dtype == "bfloat16" else 40
+    operands, sizes = draw(c, {"B": 1, "H": 1, "Nq": n, "Nk": n})
     operands[0].mul_(size)
     run, needs = Differentiable(c.spec, HALF if dtype == "bfloat16" else TILE), (True,) * len(operands)
     with emulated(target) as emulation:

@@ -60,16 +60,6 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
-def test_another_process_measures_and_this_one_takes_its_choice() -> None:
-    c = case("alibi", d=16)
-    operands, sizes = draw(c, SHAPE)
-    kernel = Kernel(c.spec, tuner=Elsewhere())
-    assert_as_exact_as_eager(kernel(operands, sizes), c, operands)
-    assert kernel.choice(sizes).measured
-    (found,) = apart.caching.directory().glob("tiles_*.json")
-    assert "measured" in found.read_text()
-
-
 def test_a_tile_that_crashes_or_hangs_costs_that_tile(tmp_path, monkeypatch, caplog) -> None:
     (tmp_path / "child.py").write_text(CHILD)
     monkeypatch.setattr(apart, "COMMAND", (sys.executable, str(tmp_path / "child.py")))
