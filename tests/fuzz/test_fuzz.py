@@ -45,11 +45,11 @@ def f(q, k, v, bias):
 
 
 def test_random_functions_are_as_exact_as_eager():
-    results = {seed: check(program(seed)) for seed in range(60)}
+    results = {seed: check(program(seed)) for seed in range(30)}
     bad = {s: r.message for s, r in results.items() if r.verdict in (Verdict.WRONG, Verdict.FAILED) or r.defects}
     assert not bad
-    assert sum(result.verdict is Verdict.INVALID for result in results.values()) < 12
-    assert sum(result.fused for result in results.values()) > 30
+    assert sum(result.verdict is Verdict.INVALID for result in results.values()) < 6
+    assert sum(result.fused for result in results.values()) > 15
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,12 @@ def test_a_program_is_the_same_wherever_it_is_drawn():
 
 
 @pytest.mark.parametrize(
-    ("name", "seeds"), [("mask off by one", 8), ("scale twice", 12), ("changes in place not seen", 60)]
+    ("name", "seeds"),
+    [
+        ("scale twice", 12),
+        pytest.param("mask off by one", 8, marks=pytest.mark.long),
+        pytest.param("changes in place not seen", 60, marks=pytest.mark.long),
+    ],
 )
 def test_faults_are_found_soon(name, seeds):
     seed, _ = found_by(FAULTS[name], range(seeds))
@@ -157,10 +162,10 @@ def test_random_specs_run_on_cpu_kernels():
 
 
 def test_random_specs_run_in_simulated_rings():
-    record = Record("sharded", "0:8", None)
-    sharded_run.run(record, range(8), 600.0)
+    record = Record("sharded", "0:4", None)
+    sharded_run.run(record, range(4), 600.0)
     assert not record.bad
-    assert record.counts["right"] >= 4
+    assert record.counts["right"] >= 2
 
 
 def test_specs_are_tried_in_every_way():

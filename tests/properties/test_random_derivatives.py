@@ -40,7 +40,7 @@ def in_float64(case):
 
 
 @hypothesis.given(SMALL)
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=6)
 def test_gradgradcheck(case):
     """Also of the gradient's tangents."""
     plain, function_like, given = in_float64(case | {"safe_rows": True})
@@ -51,7 +51,7 @@ def test_gradgradcheck(case):
 
 
 @hypothesis.given(SMALL)
-@hypothesis.settings(max_examples=6)
+@hypothesis.settings(max_examples=4)
 def test_tangents_and_penalties_in_float64(case):
     """Inside of a compiled function, with a gradient of all of it."""
     plain, function_like, given = in_float64(case)

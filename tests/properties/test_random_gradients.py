@@ -68,7 +68,7 @@ def compiled(function, emitter):
 
 
 @hypothesis.given(trained(queries=(1, 6), keys=(1, 7), widths=(1, 3, 5), dtypes=(torch.float64,)))
-@hypothesis.settings(max_examples=20)
+@hypothesis.settings(max_examples=10)
 def test_gradcheck_of_the_reference(case):
     """Rows without a live key are NaN, of which there are no differences: here each row has one."""
     torch._dynamo.reset()
@@ -80,7 +80,7 @@ def test_gradcheck_of_the_reference(case):
 
 
 @hypothesis.given(trained())
-@hypothesis.settings(max_examples=10)
+@hypothesis.settings(max_examples=6)
 def test_gradients_of_kernels(case):
     check(case, draws=8)
 

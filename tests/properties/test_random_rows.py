@@ -141,10 +141,10 @@ def check(seed, dynamic=False):
     return bool(notes)
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_random_functions_compute_what_is_read(dynamic):
-    left_out = sum(check(seed, dynamic) for seed in range(18))
-    assert left_out > 2
+@pytest.mark.parametrize(("dynamic", "seeds", "least"), [(False, 18, 3), (True, 8, 1)], ids=["static", "dynamic"])
+def test_random_functions_compute_what_is_read(dynamic, seeds, least):
+    left_out = sum(check(seed, dynamic) for seed in range(seeds))
+    assert left_out >= least
 
 
 @pytest.mark.long

@@ -146,7 +146,7 @@ def test_masks_of_positions_are_kept_and_others_are_not(uncompiled, monkeypatch:
         assert visited.le(torch.tensor([1, 2, 3])).all()
 
 
-@pytest.mark.parametrize("name", ["causal_last_key", "alibi", LONG("left_padded_inf"), LONG("bucket_table")])
+@pytest.mark.parametrize("name", ["causal_last_key", *map(LONG, ("alibi", "left_padded_inf", "bucket_table"))])
 @torch._dynamo.config.patch(recompile_limit=2)
 def test_torch_compiles_it_as_one_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice, for other sizes once more, whatever was compiled for other specs."""
