@@ -142,7 +142,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def loss(self, batch: Tensor) -> Tensor:
-        """Of predicting each next token of `[B, N + 1]`."""
+        """Cross-entropy of the next tokens of a batch `[B, N + 1]`."""
         with torch.autocast(self.device.kind, dtype=self.dtype):
             scores = self.call(batch[:, :-1])
         return nn.functional.cross_entropy(scores.float().flatten(0, 1), batch[:, 1:].flatten())

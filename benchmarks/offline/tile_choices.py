@@ -56,22 +56,22 @@ class Cell:
 
     @property
     def operands(self) -> tuple[torch.Tensor, ...]:
-        """Without memory."""
+        """Operands of a call, which have no memory."""
         problem = Problem(B=B, H=H, N=N, d=self.d, dtype=torch.bfloat16)
         return tuple(map(meta, problem.tensors(GPU_ROWS[self.name])))
 
     @property
     def needs(self) -> tuple[bool, ...]:
-        """Which operands' gradients are wanted: of captured tensors those that the variant trains."""
+        """Whether the gradient of each operand is wanted: of captured tensors those that the variant trains."""
         learned = GPU_ROWS[self.name].learned
         return tuple(tensor.is_floating_point() and (n < 3 or learned) for n, tensor in enumerate(self.operands))
 
     def work(self, kernel: str) -> Work:
-        """What a kernel of this cell does."""
+        """Work of a kernel of this cell."""
         return work_of(self.spec, kernel, self.spec.d.integer, self.spec.d_v.integer)
 
     def extent(self, kernel: str) -> Extent:
-        """How much of it a call with long sequences has."""
+        """Sizes of a call with long sequences."""
         return extent_of(self.spec, kernel, USUAL_HEADS, USUAL, USUAL)
 
     @property
